@@ -1,0 +1,309 @@
+#include "sparsegdn/client/client.h"
+
+#include <grpcpp/grpcpp.h>
+#include <xxhash.h>
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "sparsegdn/v1/prefill.grpc.pb.h"
+#include "src/assembler.h"
+#include "src/errors.h"
+
+namespace sparsegdn::client {
+
+// Registers a call with a Cancellation for the call's lifetime.
+class CancellationScope {
+ public:
+  CancellationScope(Cancellation* cancellation, grpc::ClientContext* context)
+      : cancellation_(cancellation), context_(context) {
+    if (cancellation_ == nullptr) return;
+    std::lock_guard<std::mutex> lock(cancellation_->mutex_);
+    cancellation_->contexts_.push_back(context);
+    if (cancellation_->cancelled_) context->TryCancel();
+  }
+  ~CancellationScope() {
+    if (cancellation_ == nullptr) return;
+    std::lock_guard<std::mutex> lock(cancellation_->mutex_);
+    auto& contexts = cancellation_->contexts_;
+    contexts.erase(std::remove(contexts.begin(), contexts.end(), context_), contexts.end());
+  }
+  CancellationScope(const CancellationScope&) = delete;
+  CancellationScope& operator=(const CancellationScope&) = delete;
+
+ private:
+  Cancellation* cancellation_;
+  grpc::ClientContext* context_;
+};
+
+void Cancellation::Cancel() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  cancelled_ = true;
+  for (grpc::ClientContext* context : contexts_) context->TryCancel();
+}
+
+bool Cancellation::cancelled() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return cancelled_;
+}
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr uint64_t kImportChunkBytes = 1 << 20;
+
+double SecondsSince(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+void Prepare(const CallOptions& options, grpc::ClientContext* context) {
+  if (options.timeout.has_value()) {
+    context->set_deadline(std::chrono::system_clock::now() +
+                          absl::ToChronoNanoseconds(*options.timeout));
+  }
+  if (!options.traceparent.empty()) context->AddMetadata("traceparent", options.traceparent);
+}
+
+// The events of one Prefill stream, in the order the contract allows.
+class StreamState {
+ public:
+  StreamState(uint64_t max_bytes, const CallOptions& options, Clock::time_point start)
+      : assembler_(max_bytes), options_(options), start_(start) {}
+
+  absl::Status OnEvent(v1::PrefillResponse* response);
+  absl::StatusOr<PrefillOutcome> Finish();
+
+ private:
+  void Report();
+
+  Assembler assembler_;
+  const CallOptions& options_;
+  Clock::time_point start_;
+  PrefillProgress progress_;
+  std::optional<v1::Result> result_;
+  std::optional<double> first_chunk_seconds_;
+};
+
+void StreamState::Report() {
+  progress_.bytes_done = assembler_.bytes_done();
+  progress_.bytes_total = assembler_.bytes_total();
+  if (options_.progress) options_.progress(progress_);
+}
+
+absl::Status StreamState::OnEvent(v1::PrefillResponse* response) {
+  if (result_.has_value()) {
+    return DataLoss("EVENT_AFTER_RESULT", "result", "the server sent an event after the result");
+  }
+  absl::Status status;
+  switch (response->event_case()) {
+    case v1::PrefillResponse::kAccepted:
+      progress_.queue_position = response->accepted().queue_position();
+      progress_.queued_tokens = response->accepted().queued_tokens();
+      break;
+    case v1::PrefillResponse::kProgress:
+      progress_.stage = std::max(progress_.stage, PrefillProgress::Stage::kComputing);
+      progress_.tokens_done = std::max(progress_.tokens_done, response->progress().tokens_done());
+      progress_.tokens_total = response->progress().tokens_total();
+      break;
+    case v1::PrefillResponse::kManifest:
+      status = assembler_.SetManifest(std::move(*response->mutable_manifest()));
+      break;
+    case v1::PrefillResponse::kChunk:
+      if (!first_chunk_seconds_.has_value()) first_chunk_seconds_ = SecondsSince(start_);
+      progress_.stage = PrefillProgress::Stage::kStreaming;
+      status = assembler_.Add(response->chunk());
+      break;
+    case v1::PrefillResponse::kResult:
+      result_ = std::move(*response->mutable_result());
+      break;
+    default:
+      return absl::OkStatus();  // an event kind of a newer server: nothing a snapshot depends on
+  }
+  if (status.ok()) Report();
+  return status;
+}
+
+absl::StatusOr<PrefillOutcome> StreamState::Finish() {
+  if (!result_.has_value()) {
+    return DataLoss("RESULT_MISSING", "result", "the stream ended with OK but without a result");
+  }
+  absl::StatusOr<Snapshot> snapshot = assembler_.Finish(result_->digest());
+  if (!snapshot.ok()) return snapshot.status();
+  return PrefillOutcome{*std::move(snapshot), *std::move(result_), first_chunk_seconds_,
+                        SecondsSince(start_)};
+}
+
+class GrpcClient : public Client {
+ public:
+  GrpcClient(std::shared_ptr<grpc::Channel> channel, uint64_t max_snapshot_bytes)
+      : stub_(v1::PrefillService::NewStub(channel)), max_snapshot_bytes_(max_snapshot_bytes) {}
+
+  absl::StatusOr<PrefillOutcome> Prefill(const v1::PrefillRequest& request,
+                                         const CallOptions& options) override;
+  absl::StatusOr<v1::SnapshotRef> Import(const Snapshot& snapshot, const v1::Keep& keep,
+                                         const std::string& tenant,
+                                         const CallOptions& options) override;
+  absl::Status Release(const std::string& snapshot_id, const std::string& tenant,
+                       const CallOptions& options) override;
+  absl::StatusOr<v1::ModelInfo> Info(const CallOptions& options) override;
+
+ private:
+  std::unique_ptr<v1::PrefillService::Stub> stub_;
+  uint64_t max_snapshot_bytes_;
+};
+
+absl::StatusOr<PrefillOutcome> GrpcClient::Prefill(const v1::PrefillRequest& request,
+                                                   const CallOptions& options) {
+  grpc::ClientContext context;
+  Prepare(options, &context);
+  CancellationScope scope(options.cancellation, &context);
+  StreamState state(max_snapshot_bytes_, options, Clock::now());
+  auto reader = stub_->Prefill(&context, request);
+  v1::PrefillResponse response;
+  absl::Status bad;
+  while (bad.ok() && reader->Read(&response)) bad = state.OnEvent(&response);
+  if (!bad.ok()) {
+    // The server must not go on computing for a client that has given up.
+    context.TryCancel();
+    while (reader->Read(&response)) {
+    }
+  }
+  const grpc::Status end = reader->Finish();
+  if (!bad.ok()) return bad;
+  if (!end.ok()) return FromGrpc(end);
+  return state.Finish();
+}
+
+// The manifest of what an import sends, and where each tensor comes from.
+v1::Manifest ImportManifest(const Snapshot& snapshot, const std::vector<int>& tensors) {
+  v1::Manifest manifest;
+  manifest.set_model_identity(snapshot.manifest().model_identity());
+  manifest.set_format_version(snapshot.manifest().format_version());
+  manifest.set_position(snapshot.manifest().position());
+  uint64_t total = 0;
+  for (int tensor : tensors) {
+    *manifest.add_tensors() = snapshot.info(tensor);
+    total += snapshot.info(tensor).bytes();
+  }
+  manifest.set_total_bytes(total);
+  return manifest;
+}
+
+// False when the server has closed the stream: Finish says why.
+bool SendTensor(absl::Span<const uint8_t> data, uint32_t index,
+                grpc::ClientWriter<v1::SnapshotFrame>* writer) {
+  v1::SnapshotFrame frame;
+  for (uint64_t offset = 0; offset < data.size(); offset += kImportChunkBytes) {
+    const uint64_t size = std::min<uint64_t>(kImportChunkBytes, data.size() - offset);
+    v1::TensorChunk* chunk = frame.mutable_chunk();
+    chunk->set_tensor(index);
+    chunk->set_byte_offset(offset);
+    chunk->set_data(data.data() + offset, size);
+    chunk->set_xxh3_64(XXH3_64bits(data.data() + offset, size));
+    if (!writer->Write(frame)) return false;
+  }
+  return true;
+}
+
+absl::StatusOr<v1::SnapshotRef> GrpcClient::Import(const Snapshot& snapshot, const v1::Keep& keep,
+                                                   const std::string& tenant,
+                                                   const CallOptions& options) {
+  const std::vector<int> tensors = ImportableTensors(snapshot.manifest());
+  grpc::ClientContext context;
+  Prepare(options, &context);
+  CancellationScope scope(options.cancellation, &context);
+  v1::SnapshotRef ref;
+  auto writer = stub_->ImportSnapshot(&context, &ref);
+  v1::SnapshotFrame frame;
+  v1::SnapshotHeader* header = frame.mutable_header();
+  *header->mutable_manifest() = ImportManifest(snapshot, tensors);
+  *header->mutable_keep() = keep;
+  header->set_tenant(tenant);
+  bool open = writer->Write(frame);
+  std::vector<uint64_t> hashes;
+  for (uint32_t i = 0; open && i < tensors.size(); ++i) {
+    open = SendTensor(snapshot.data(tensors[i]), i, writer.get());
+    hashes.push_back(snapshot.hash(tensors[i]));
+  }
+  if (open) {
+    v1::SnapshotFrame end;
+    end.mutable_end()->set_digest(DigestOf(hashes));
+    open = writer->Write(end);
+  }
+  writer->WritesDone();
+  const grpc::Status status = writer->Finish();
+  if (!status.ok()) return FromGrpc(status);
+  if (!open) return absl::InternalError("the server accepted the snapshot before its end");
+  return ref;
+}
+
+absl::Status GrpcClient::Release(const std::string& snapshot_id, const std::string& tenant,
+                                 const CallOptions& options) {
+  grpc::ClientContext context;
+  Prepare(options, &context);
+  CancellationScope scope(options.cancellation, &context);
+  v1::ReleaseSnapshotRequest request;
+  request.set_snapshot_id(snapshot_id);
+  request.set_tenant(tenant);
+  v1::ReleaseSnapshotResponse response;
+  return FromGrpc(stub_->ReleaseSnapshot(&context, request, &response));
+}
+
+absl::StatusOr<v1::ModelInfo> GrpcClient::Info(const CallOptions& options) {
+  grpc::ClientContext context;
+  Prepare(options, &context);
+  CancellationScope scope(options.cancellation, &context);
+  v1::ModelInfo info;
+  const grpc::Status status = stub_->GetModelInfo(&context, v1::GetModelInfoRequest(), &info);
+  if (!status.ok()) return FromGrpc(status);
+  return info;
+}
+
+// A bare host:port would be resolved the same way, but by gRPC's default, which has changed.
+std::string TargetUri(const std::string& target) {
+  const bool has_scheme = target.find("://") != std::string::npos ||
+                          absl::StartsWith(target, "unix:") || absl::StartsWith(target, "dns:") ||
+                          absl::StartsWith(target, "ipv4:") || absl::StartsWith(target, "ipv6:");
+  return has_scheme ? target : absl::StrCat("dns:///", target);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const ConnectOptions& options) {
+  if (options.target.empty()) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "TARGET_EMPTY", "target",
+                     "target is empty, wanted host:port or a gRPC URI");
+  }
+  grpc::ChannelArguments arguments;
+  arguments.SetLoadBalancingPolicyName("round_robin");
+  arguments.SetMaxReceiveMessageSize(options.max_receive_message_bytes);
+  arguments.SetInt("grpc.per_rpc_retry_buffer_size", static_cast<int>(options.retry_buffer_bytes));
+  // A server that starts is found within seconds; gRPC would wait for up to two minutes.
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 200);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2000);
+  auto credentials = options.credentials ? options.credentials : grpc::InsecureChannelCredentials();
+  auto channel = grpc::CreateCustomChannel(TargetUri(options.target), credentials, arguments);
+  return std::make_unique<GrpcClient>(std::move(channel), options.max_snapshot_bytes);
+}
+
+absl::StatusOr<v1::ModelInfo> Client::WaitUntilReady(absl::Duration limit,
+                                                     const CallOptions& options) {
+  const absl::Time end = absl::Now() + limit;
+  while (true) {
+    CallOptions attempt = options;
+    const absl::Duration left = end - absl::Now();
+    attempt.timeout = std::clamp(left, absl::Milliseconds(200), absl::Seconds(5));
+    absl::StatusOr<v1::ModelInfo> info = Info(attempt);
+    const bool again =
+        absl::IsUnavailable(info.status()) || absl::IsDeadlineExceeded(info.status());
+    if (!again || absl::Now() >= end) return info;
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+}
+
+}  // namespace sparsegdn::client
