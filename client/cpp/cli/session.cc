@@ -1,0 +1,99 @@
+#include "cli/session.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace sparsegdn::cli {
+
+FlagGroup SessionFlags() {
+  return {"Connection and output",
+          {{"server", "ADDRESS",
+            "host:port of the server (default: $SPARSEGDN_SERVER, or localhost:50051)."},
+           {"timeout", "SECONDS", "Give up a call after this long (exit code 5)."},
+           {"wait", "SECONDS", "Wait this long for a server that is still starting."},
+           {"tenant", "NAME", "Counts only where the server runs without authentication."},
+           {"json", "", "Print one JSON object instead of the table."},
+           {"quiet", "", "No progress bar."},
+           {"help", "", "Print this text."}}};
+}
+
+client::Cancellation& Interrupt() {
+  // Never destroyed: the signal thread may still use it while the process ends.
+  static auto* const cancellation = new client::Cancellation;
+  return *cancellation;
+}
+
+void IgnoreWriteSignals() {
+  signal(SIGPIPE, SIG_IGN);
+  signal(SIGXFSZ, SIG_IGN);
+}
+
+void WatchSignals() {
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGINT);
+  sigaddset(&set, SIGTERM);
+  pthread_sigmask(SIG_BLOCK, &set, nullptr);
+  std::thread([set] {
+    int number = 0;
+    sigwait(&set, &number);
+    Interrupt().Cancel();
+    sigset_t rest = set;
+    pthread_sigmask(SIG_UNBLOCK, &rest, nullptr);  // a second signal kills, as by default
+    while (true) pause();
+  }).detach();
+}
+
+absl::StatusOr<Session> Session::Open(const Args& args) {
+  Session session;
+  const char* from_environment = std::getenv("SPARSEGDN_SERVER");
+  client::ConnectOptions options;
+  options.target = args.Text("server", from_environment != nullptr && *from_environment != '\0'
+                                           ? from_environment
+                                           : "localhost:50051");
+  std::optional<double> timeout, wait;
+  for (absl::Status status : {args.Read("timeout", &timeout), args.Read("wait", &wait)}) {
+    if (!status.ok()) return status;
+  }
+  if ((timeout && !(*timeout > 0)) || (wait && !(*wait >= 0))) {
+    return UsageError("--timeout and --wait must be positive numbers of seconds");
+  }
+  if (timeout) session.call.timeout = absl::Seconds(*timeout);
+  session.call.cancellation = &Interrupt();
+  session.tenant = args.Text("tenant");
+  session.json = args.Has("json");
+  session.quiet = args.Has("quiet");
+  WatchSignals();  // not before: until here, Ctrl-C may end a read of standard input
+  absl::StatusOr<std::unique_ptr<client::Client>> client = client::Client::Connect(options);
+  if (!client.ok()) return client.status();
+  session.client = *std::move(client);
+  if (wait) {
+    auto info = session.client->WaitUntilReady(absl::Seconds(*wait), session.call);
+    if (!info.ok()) return info.status();
+  }
+  return session;
+}
+
+void PrintError(const absl::Status& status) {
+  const client::ErrorDetails details = client::DetailsOf(status);
+  std::string text = absl::StrCat("error: ", std::string(status.message()));
+  if (details.reason != "USAGE") {
+    absl::StrAppend(&text, " [", absl::StatusCodeToString(status.code()));
+    if (!details.reason.empty()) absl::StrAppend(&text, ", ", details.reason);
+    if (!details.field.empty()) absl::StrAppend(&text, ", field ", details.field);
+    absl::StrAppend(&text, "]");
+  }
+  if (details.retry_after) {
+    absl::StrAppend(&text, " retry after ", absl::FormatDuration(*details.retry_after));
+  }
+  std::fprintf(stderr, "%s\n", text.c_str());
+}
+
+}  // namespace sparsegdn::cli
