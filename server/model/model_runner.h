@@ -135,9 +135,12 @@ class ModelRunner {
   virtual absl::Status Load(int32_t slot, const SlotImage& image) = 0;
 
   // Runs the chunks, at most limits() of them, distinct slots. An error fails the whole step and
-  // leaves the slots unspecified; INTERNAL with a sticky device fault means the runner is dead.
+  // leaves the slots unspecified; healthy() then tells whether the runner can go on.
   // A chunk with stats.nonfinite fails alone.
   virtual absl::Status Step(std::span<const Chunk> chunks, StepSink& sink, StepStats& stats) = 0;
+
+  // False after a sticky device fault: no later call can succeed, the process must restart.
+  virtual bool healthy() const { return true; }
 };
 
 }  // namespace sparsegdn::model
