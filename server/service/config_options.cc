@@ -1,0 +1,226 @@
+// The table of options and everything derived from it that is not parsing.
+#include <cctype>
+#include <limits>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "server/service/config.h"
+
+namespace sparsegdn::service {
+namespace {
+
+using C = ServerConfig;
+constexpr double kBig = 9007199254740992.0;  // 2^53: whole numbers a JSON double holds exactly
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+const Option kOptions[] = {
+    {"config", "", &C::config_file, "", 0, 0, "JSON file with any of the keys below"},
+    {"model", "model.dir", &C::model_dir, "", 0, 0, "checkpoint folder (required)"},
+    {"backend", "model.backend", &C::backend, "auto|cpu|cuda", 0, 0,
+     "where the model runs; auto takes CUDA when it can"},
+    {"threads", "model.threads", &C::threads, "", 0, 1024,
+     "CPU threads; 0 takes the cores this process may use"},
+    {"round-a-log", "model.round_a_log", &C::round_a_log, "", 0, 0,
+     "round A_log and the gated norm's weight to BF16 at load, as a BF16 load in transformers"},
+
+    {"listen", "listen", &C::listen, "", 0, 0, "host:port for gRPC; port 0 takes a free one"},
+    {"metrics-listen", "metrics_listen", &C::metrics_listen, "", 0, 0,
+     "host:port for /metrics, /livez and /readyz; empty turns it off"},
+    {"port-file", "port_file", &C::port_file, "", 0, 0,
+     "file that receives the two chosen ports, gRPC first, one a line"},
+    {"drain-seconds", "drain_seconds", &C::drain_seconds, "", 0, 86400,
+     "how long running and streaming calls may finish after SIGTERM"},
+    {"keepalive-seconds", "grpc.keepalive_seconds", &C::keepalive_seconds, "", 1, 7200,
+     "idle time before the server pings a client"},
+    {"keepalive-timeout-seconds", "grpc.keepalive_timeout_seconds", &C::keepalive_timeout_seconds,
+     "", 1, 7200, "time after which an unanswered ping ends the connection"},
+    {"max-connection-age-seconds", "grpc.max_connection_age_seconds",
+     &C::max_connection_age_seconds, "", 0, 604800,
+     "age at which clients are asked to reconnect, so that load spreads; 0 never"},
+    {"tls-cert", "tls.cert", &C::tls_cert, "", 0, 0, "PEM certificate chain of the server"},
+    {"tls-key", "tls.key", &C::tls_key, "", 0, 0, "PEM private key of the server"},
+    {"tls-client-ca", "tls.client_ca", &C::tls_client_ca, "", 0, 0,
+     "PEM authorities; clients must then present a certificate"},
+
+    {"default-budget", "budget.mode", &C::default_budget, "dense|retention|coverage", 0, 0,
+     "budget of requests that name none; unset: by the shares below, else retention 0.29"},
+    {"default-retention", "budget.retention", &C::default_retention, "", 0, 1,
+     "share of recurrent updates that are computed"},
+    {"default-coverage", "budget.coverage", &C::default_coverage, "", 0, 1,
+     "share of the squared score that the updates must hold"},
+    {"default-min-retention", "budget.min_retention", &C::default_min_retention, "", 0, 1,
+     "least share of a head pair"},
+    {"default-max-retention", "budget.max_retention", &C::default_max_retention, "", 0, 1,
+     "largest share of a head pair"},
+    {"default-selector", "budget.selector", &C::default_selector, "beta|write_norm", 0, 0,
+     "score by which updates are chosen"},
+    {"default-solver", "budget.solver", &C::default_solver, "auto|exact|block_adjacent", 0, 0,
+     "local Delta solve"},
+    {"default-local", "budget.local", &C::default_local, "self|none", 0, 0,
+     "output term of a token whose update is skipped"},
+    {"default-keep-first", "budget.keep_first", &C::default_keep_first, "", 0, kBig,
+     "first tokens that are always updates"},
+    {"default-keep-last", "budget.keep_last", &C::default_keep_last, "", 0, kBig,
+     "last tokens that are always updates"},
+
+    {"chunk-windows", "engine.chunk_windows", &C::chunk_windows, "", 1, 512,
+     "a request is cut at multiples of this many windows of 2,048 tokens"},
+    {"max-batch-tokens", "engine.max_batch_tokens", &C::max_batch_tokens, "", 0, 1 << 21,
+     "tokens of one step; 0 takes four chunks"},
+    {"max-batch-requests", "engine.max_batch_requests", &C::max_batch_requests, "", 1, 4096,
+     "requests of one step"},
+    {"state-slots", "engine.state_slots", &C::state_slots, "", 1, 65536,
+     "sequences resident at once"},
+    {"kv-tokens", "engine.kv_tokens", &C::kv_tokens, "", 0, kBig,
+     "attention KV capacity over all slots, in tokens; 0 takes twice the longest prompt"},
+    {"kept-snapshot-bytes", "engine.kept_snapshot_bytes", &C::kept_snapshot_bytes, "", 0, kBig,
+     "memory for kept and imported snapshots"},
+    {"frame-bytes", "engine.frame_bytes", &C::frame_bytes, "", 4096, 3 << 20,
+     "data bytes of one TensorChunk"},
+
+    {"max-prompt-tokens", "limits.max_prompt_tokens", &C::max_prompt_tokens, "", 0, 1 << 24,
+     "longest prompt; 0 takes the model's context"},
+    {"max-queue-requests", "limits.max_queue_requests", &C::max_queue_requests, "", 1, 1 << 20,
+     "requests that may wait"},
+    {"max-queue-tokens", "limits.max_queue_tokens", &C::max_queue_tokens, "", 1, kBig,
+     "tokens that may wait"},
+    {"max-buffered-bytes-per-call", "limits.max_buffered_bytes_per_call",
+     &C::max_buffered_bytes_per_call, "", 1 << 16, kBig,
+     "unread frames of one call before it is paused"},
+    {"max-buffered-bytes", "limits.max_buffered_bytes", &C::max_buffered_bytes, "", 1 << 16, kBig,
+     "unread frames of all calls"},
+    {"slow-reader-timeout-seconds", "limits.slow_reader_timeout_seconds",
+     &C::slow_reader_timeout_seconds, "", 0.05, 86400,
+     "a call whose client takes nothing for this long is ended"},
+    {"default-ttl-seconds", "limits.default_ttl_seconds", &C::default_ttl_seconds, "", 1,
+     kBig / 4e6, "life of a kept snapshot that names none"},
+    {"max-ttl-seconds", "limits.max_ttl_seconds", &C::max_ttl_seconds, "", 1, kBig / 4e6,
+     "longest life of a kept snapshot"},
+
+    {"log-level", "log.level", &C::log_level, "debug|info|warning|error", 0, 0,
+     "least level logged"},
+    {"log-format", "log.format", &C::log_format, "json|text", 0, 0, "lines on standard error"},
+};
+
+struct DefaultPrinter {
+  ServerConfig config;
+  std::string operator()(std::string C::*f) const { return config.*f; }
+  std::string operator()(int64_t C::*f) const { return absl::StrCat(config.*f); }
+  std::string operator()(double C::*f) const { return absl::StrCat(config.*f); }
+  std::string operator()(bool C::*f) const { return config.*f ? "true" : "false"; }
+  std::string operator()(std::optional<double> C::*f) const {
+    return (config.*f).has_value() ? absl::StrCat(*(config.*f)) : "";
+  }
+};
+
+}  // namespace
+
+std::span<const Option> Options() { return kOptions; }
+
+std::string EnvName(const Option& option) {
+  std::string name = "SPARSEGDN_";
+  for (const char* p = option.flag; *p != '\0'; ++p) {
+    name.push_back(*p == '-' ? '_' : static_cast<char>(std::toupper(*p)));
+  }
+  return name;
+}
+
+std::string DefaultText(const Option& option) { return std::visit(DefaultPrinter{}, option.field); }
+
+std::string HelpText() {
+  std::string text =
+      "sparsegdn-server: keeps a Gated Delta Network model resident and serves prefill over gRPC.\n"
+      "\n"
+      "usage: sparsegdn-server --model DIR [--option value ...]\n"
+      "\n"
+      "A flag wins over its variable (SPARSEGDN_MODEL for --model), a variable over the file "
+      "given\n"
+      "by --config. SIGHUP reloads limits.* from the file, SIGTERM drains and stops.\n"
+      "Exit codes: 0 drained, 1 internal, 2 configuration, 3 model, 4 cannot listen, 5 device.\n\n";
+  for (const Option& option : kOptions) {
+    absl::StrAppend(&text, "  --", option.flag);
+    if (option.choices[0] != '\0') absl::StrAppend(&text, " ", option.choices);
+    const std::string standard = DefaultText(option);
+    if (!standard.empty()) absl::StrAppend(&text, "  [", standard, "]");
+    absl::StrAppend(&text, "\n      ", option.help);
+    if (option.json[0] != '\0') absl::StrAppend(&text, " (", option.json, ")");
+    absl::StrAppend(&text, "\n");
+  }
+  absl::StrAppend(&text, "  --help\n      this text\n  --version\n      version and commit\n");
+  return text;
+}
+
+absl::StatusOr<Budget> DefaultBudget(const ServerConfig& config) {
+  Budget budget;
+  std::string mode = config.default_budget;
+  if (mode.empty()) {
+    if (config.default_retention && config.default_coverage) {
+      return absl::InvalidArgumentError(
+          "--default-retention and --default-coverage are both set: name --default-budget, or drop "
+          "one");
+    }
+    mode = config.default_coverage ? "coverage" : "retention";
+  }
+  const auto unused = [&](const std::optional<double>& value, const char* flag) {
+    return value ? absl::InvalidArgumentError(absl::StrCat(
+                       "--", flag, " = ", *value, " is not used by --default-budget ", mode))
+                 : absl::OkStatus();
+  };
+  absl::Status status;
+  if (mode != "retention") status.Update(unused(config.default_retention, "default-retention"));
+  if (mode != "coverage") status.Update(unused(config.default_coverage, "default-coverage"));
+  if (mode == "dense") {
+    status.Update(unused(config.default_min_retention, "default-min-retention"));
+    status.Update(unused(config.default_max_retention, "default-max-retention"));
+  }
+  if (!status.ok()) return status;
+  budget.mode = mode == "dense"      ? BudgetMode::kDense
+                : mode == "coverage" ? BudgetMode::kCoverage
+                                     : BudgetMode::kRetention;
+  budget.selector = config.default_selector == "beta" ? Selector::kBeta : Selector::kWriteNorm;
+  budget.solver = config.default_solver == "auto"    ? Solver::kAuto
+                  : config.default_solver == "exact" ? Solver::kExact
+                                                     : Solver::kBlockAdjacent;
+  budget.local = config.default_local == "self" ? LocalTerm::kSelf : LocalTerm::kNone;
+  budget.retention = config.default_retention.value_or(budget.retention);
+  budget.coverage = config.default_coverage.value_or(budget.coverage);
+  budget.min_retention = config.default_min_retention.value_or(budget.min_retention);
+  budget.max_retention = config.default_max_retention.value_or(budget.max_retention);
+  budget.keep_first = config.default_keep_first;
+  budget.keep_last = config.default_keep_last;
+  return budget;
+}
+
+engine::EngineLimits ToEngineLimits(const ServerConfig& config) {
+  engine::EngineLimits limits;
+  limits.max_queue_requests = static_cast<uint32_t>(config.max_queue_requests);
+  limits.max_queue_tokens = config.max_queue_tokens;
+  limits.max_prompt_tokens = config.max_prompt_tokens;
+  limits.max_buffered_bytes_per_call = config.max_buffered_bytes_per_call;
+  limits.max_buffered_bytes = config.max_buffered_bytes;
+  limits.slow_reader_timeout_seconds = config.slow_reader_timeout_seconds;
+  limits.default_ttl_seconds = static_cast<uint32_t>(config.default_ttl_seconds);
+  limits.max_ttl_seconds = static_cast<uint32_t>(config.max_ttl_seconds);
+  return limits;
+}
+
+absl::StatusOr<engine::EngineConfig> ToEngineConfig(const ServerConfig& config) {
+  absl::StatusOr<Budget> budget = DefaultBudget(config);
+  if (!budget.ok()) return budget.status();
+  engine::EngineConfig result;
+  result.default_budget = *budget;
+  result.chunk_windows = config.chunk_windows;
+  result.kept_snapshot_bytes = config.kept_snapshot_bytes;
+  result.frame_bytes = config.frame_bytes;
+  result.limits = ToEngineLimits(config);
+  return result;
+}
+
+int64_t ReceiveLimitBytes(const ServerConfig& config) {
+  constexpr int64_t kSlack = 256 << 10;  // logits positions, names, budget
+  const int64_t tokens =
+      config.max_prompt_tokens > 0 ? config.max_prompt_tokens : kDefaultMaxPromptTokens;
+  return std::max<int64_t>(tokens * 4, 4 << 20) + kSlack;
+}
+
+}  // namespace sparsegdn::service

@@ -1,0 +1,42 @@
+// Wire -> engine. What only the wire can get wrong is judged here: unknown enum values, lengths,
+// ids; ranges, budgets and everything that needs the model are the engine's. INVALID_ARGUMENT names
+// the field.
+#ifndef SPARSEGDN_SERVER_SERVICE_CONVERT_REQUEST_H_
+#define SPARSEGDN_SERVER_SERVICE_CONVERT_REQUEST_H_
+
+#include <grpcpp/support/byte_buffer.h>
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "server/engine/types.h"
+#include "server/model/model_runner.h"
+#include "sparsegdn/v1/prefill.pb.h"
+
+namespace sparsegdn::service {
+
+inline constexpr size_t kMaxRequestIdBytes = 128;
+inline constexpr size_t kMaxSnapshotIdBytes = 256;
+inline constexpr int32_t kMaxPriority = 8;
+inline constexpr int kMaxManifestTensors = 1 << 16;
+inline constexpr size_t kMaxTensorNameBytes = 256;
+
+// Parses the raw message. INVALID_ARGUMENT when it is not a PrefillRequest.
+absl::Status ParseRequest(const grpc::ByteBuffer& bytes, v1::PrefillRequest* request);
+
+// Deadline, tenant and a missing request id are the caller's to fill in.
+absl::StatusOr<engine::PrefillRequest> FromProto(const v1::PrefillRequest& request);
+absl::StatusOr<engine::BudgetOverrides> FromProto(const v1::Budget& budget);
+
+// FAILED_PRECONDITION when the worker believes in another model, vocabulary or format.
+absl::Status CheckWorker(const v1::WorkerIdentity& worker, const model::ModelInfo& info);
+
+absl::StatusOr<engine::Manifest> FromProto(const v1::Manifest& manifest);
+
+// At most kMaxRequestIdBytes printable ASCII bytes; empty is allowed.
+absl::Status CheckRequestId(const std::string& id);
+
+}  // namespace sparsegdn::service
+
+#endif  // SPARSEGDN_SERVER_SERVICE_CONVERT_REQUEST_H_

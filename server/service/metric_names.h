@@ -1,0 +1,75 @@
+// Every metric the server exports, in one table: metrics.cc creates all of them at start,
+// docs/operations.md lists them, and dashboards and alert rules may name no other.
+#ifndef SPARSEGDN_SERVER_SERVICE_METRIC_NAMES_H_
+#define SPARSEGDN_SERVER_SERVICE_METRIC_NAMES_H_
+
+namespace sparsegdn::service {
+
+enum class MetricType { kCounter, kGauge, kHistogram };
+
+struct MetricDef {
+  const char* name;
+  MetricType type;
+  const char* labels;  // comma separated
+  const char* help;
+};
+
+namespace metric {
+
+inline constexpr MetricDef kAll[] = {
+    {"sparsegdn_requests_total", MetricType::kCounter, "method,code", "Calls ended, by code."},
+    {"sparsegdn_queue_requests", MetricType::kGauge, "", "Requests waiting."},
+    {"sparsegdn_queue_tokens", MetricType::kGauge, "", "Tokens waiting."},
+    {"sparsegdn_running_requests", MetricType::kGauge, "", "Requests that hold a state slot."},
+    {"sparsegdn_state_slots_free", MetricType::kGauge, "", "Free state slots."},
+    {"sparsegdn_kv_tokens_free", MetricType::kGauge, "", "Free attention KV capacity in tokens."},
+    {"sparsegdn_kept_snapshots", MetricType::kGauge, "", "Kept and imported snapshots."},
+    {"sparsegdn_kept_snapshot_bytes", MetricType::kGauge, "", "Their bytes."},
+    {"sparsegdn_slow_reader_bytes", MetricType::kGauge, "",
+     "Bytes computed that no client has read yet."},
+    {"sparsegdn_slow_readers_total", MetricType::kCounter, "",
+     "Calls paused or ended because their client read too slowly."},
+    {"sparsegdn_queue_wait_seconds", MetricType::kHistogram, "", "Arrival until the first step."},
+    {"sparsegdn_prefill_seconds", MetricType::kHistogram, "budget_tier,prompt_band",
+     "First step until the last one ends."},
+    {"sparsegdn_time_to_first_frame_seconds", MetricType::kHistogram, "",
+     "Arrival until the first tensor frame is ready."},
+    {"sparsegdn_time_to_snapshot_seconds", MetricType::kHistogram, "",
+     "Arrival until the whole snapshot is ready."},
+    {"sparsegdn_snapshot_stream_seconds", MetricType::kHistogram, "",
+     "First frame written until the last one is taken by the transport."},
+    {"sparsegdn_batch_tokens", MetricType::kHistogram, "", "Tokens of a step."},
+    {"sparsegdn_batch_requests", MetricType::kHistogram, "", "Requests of a step."},
+    {"sparsegdn_prompt_tokens_total", MetricType::kCounter, "",
+     "Prompt tokens of finished requests, cached ones included."},
+    {"sparsegdn_cached_tokens_total", MetricType::kCounter, "",
+     "Prompt tokens taken from a snapshot."},
+    {"sparsegdn_wasted_tokens_total", MetricType::kCounter, "",
+     "Tokens computed for requests that were then cancelled."},
+    {"sparsegdn_cancelled_total", MetricType::kCounter, "stage",
+     "Requests cancelled while queued, computing or streaming."},
+    {"sparsegdn_expired_in_queue_total", MetricType::kCounter, "",
+     "Requests whose deadline passed before any work."},
+    {"sparsegdn_selection_seconds", MetricType::kHistogram, "", "Selection time of a step."},
+    {"sparsegdn_gdn_core_seconds", MetricType::kHistogram, "",
+     "GDN core time of a step, selection excluded."},
+    {"sparsegdn_selection_overhead_ratio", MetricType::kGauge, "",
+     "Selection time over selection plus core time since start."},
+    {"sparsegdn_events_total", MetricType::kCounter, "",
+     "Recurrent updates a dense run would have made: tokens x head pairs x layers."},
+    {"sparsegdn_events_selected_total", MetricType::kCounter, "", "Recurrent updates made."},
+    {"sparsegdn_retention_ratio", MetricType::kHistogram, "budget_tier",
+     "Share of updates made, per request."},
+    {"sparsegdn_snapshot_bytes_total", MetricType::kCounter, "dtype", "Bytes of tensors exported."},
+    {"sparsegdn_nonfinite_states_total", MetricType::kCounter, "",
+     "Requests that failed with NaN or Inf in a state."},
+    {"sparsegdn_ready", MetricType::kGauge, "", "1 while the model serves, else 0."},
+    {"sparsegdn_build_info", MetricType::kGauge, "version,commit", "1."},
+    {"sparsegdn_model_info", MetricType::kGauge, "name,identity,backend",
+     "1 for the resident model; empty labels while it loads."},
+};
+
+}  // namespace metric
+}  // namespace sparsegdn::service
+
+#endif  // SPARSEGDN_SERVER_SERVICE_METRIC_NAMES_H_

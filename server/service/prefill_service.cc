@@ -1,0 +1,64 @@
+#include "server/service/prefill_service.h"
+
+#include "absl/strings/str_cat.h"
+#include "server/service/convert_request.h"
+#include "server/service/convert_response.h"
+#include "server/service/health.h"
+#include "server/service/import_reactor.h"
+#include "server/service/metrics.h"
+#include "server/service/prefill_reactor.h"
+#include "server/service/status.h"
+
+namespace sparsegdn::service {
+namespace {
+
+grpc::ServerUnaryReactor* EndUnary(const ServiceContext& service,
+                                   grpc::CallbackServerContext* context, Method method,
+                                   const absl::Status& status) {
+  const grpc::Status out = ToGrpc(status);
+  service.metrics->OnRequest(method, out.error_code());
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  reactor->Finish(out);
+  return reactor;
+}
+
+}  // namespace
+
+grpc::ServerWriteReactor<grpc::ByteBuffer>* PrefillServiceImpl::Prefill(
+    grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) {
+  return PrefillReactor::Start(service_, context, *request);
+}
+
+grpc::ServerReadReactor<v1::SnapshotFrame>* PrefillServiceImpl::ImportSnapshot(
+    grpc::CallbackServerContext* context, v1::SnapshotRef* response) {
+  return ImportReactor::Start(service_, context, response);
+}
+
+grpc::ServerUnaryReactor* PrefillServiceImpl::ReleaseSnapshot(
+    grpc::CallbackServerContext* context, const v1::ReleaseSnapshotRequest* request,
+    v1::ReleaseSnapshotResponse*) {
+  const auto release = [&]() -> absl::Status {
+    absl::StatusOr<std::shared_ptr<engine::Engine>> engine = service_.health->ForNewCall();
+    if (!engine.ok()) return engine.status();
+    const std::string& id = request->snapshot_id();
+    if (id.empty() || id.size() > kMaxSnapshotIdBytes) {
+      return InvalidField(
+          "snapshot_id", "BAD_SNAPSHOT_ID",
+          absl::StrCat("snapshot_id has ", id.size(), " bytes, wanted 1 .. ", kMaxSnapshotIdBytes));
+    }
+    absl::StatusOr<std::string> tenant = TenantOf(*context, request->tenant());
+    if (!tenant.ok()) return tenant.status();
+    return (*engine)->ReleaseSnapshot(id, *tenant);
+  };
+  return EndUnary(service_, context, Method::kReleaseSnapshot, release());
+}
+
+grpc::ServerUnaryReactor* PrefillServiceImpl::GetModelInfo(grpc::CallbackServerContext* context,
+                                                           const v1::GetModelInfoRequest*,
+                                                           v1::ModelInfo* response) {
+  absl::StatusOr<std::shared_ptr<engine::Engine>> engine = service_.health->ForNewCall();
+  if (engine.ok()) *response = ToModelInfo(**engine, limits_(), version_);
+  return EndUnary(service_, context, Method::kGetModelInfo, engine.status());
+}
+
+}  // namespace sparsegdn::service

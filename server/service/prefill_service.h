@@ -1,0 +1,47 @@
+// The four methods of sparsegdn.v1.PrefillService, each handed to its adapter.
+#ifndef SPARSEGDN_SERVER_SERVICE_PREFILL_SERVICE_H_
+#define SPARSEGDN_SERVER_SERVICE_PREFILL_SERVICE_H_
+
+#include <functional>
+#include <string>
+#include <utility>
+
+#include "server/engine/engine.h"
+#include "server/service/context.h"
+#include "sparsegdn/v1/prefill.grpc.pb.h"
+
+namespace sparsegdn::service {
+
+// Prefill is a raw method, so that tensor frames are written without a copy.
+using PrefillServiceBase = v1::PrefillService::WithRawCallbackMethod_Prefill<
+    v1::PrefillService::WithCallbackMethod_ImportSnapshot<
+        v1::PrefillService::WithCallbackMethod_ReleaseSnapshot<
+            v1::PrefillService::WithCallbackMethod_GetModelInfo<v1::PrefillService::Service>>>>;
+
+class PrefillServiceImpl final : public PrefillServiceBase {
+ public:
+  // `limits` gives those in force, for GetModelInfo.
+  PrefillServiceImpl(const ServiceContext& service, std::string version,
+                     std::function<engine::EngineLimits()> limits)
+      : service_(service), version_(std::move(version)), limits_(std::move(limits)) {}
+
+  grpc::ServerWriteReactor<grpc::ByteBuffer>* Prefill(grpc::CallbackServerContext* context,
+                                                      const grpc::ByteBuffer* request) override;
+  grpc::ServerReadReactor<v1::SnapshotFrame>* ImportSnapshot(grpc::CallbackServerContext* context,
+                                                             v1::SnapshotRef* response) override;
+  grpc::ServerUnaryReactor* ReleaseSnapshot(grpc::CallbackServerContext* context,
+                                            const v1::ReleaseSnapshotRequest* request,
+                                            v1::ReleaseSnapshotResponse* response) override;
+  grpc::ServerUnaryReactor* GetModelInfo(grpc::CallbackServerContext* context,
+                                         const v1::GetModelInfoRequest* request,
+                                         v1::ModelInfo* response) override;
+
+ private:
+  const ServiceContext service_;
+  const std::string version_;
+  const std::function<engine::EngineLimits()> limits_;
+};
+
+}  // namespace sparsegdn::service
+
+#endif  // SPARSEGDN_SERVER_SERVICE_PREFILL_SERVICE_H_

@@ -1,0 +1,250 @@
+#include "server/service/server.h"
+
+#include <grpc/grpc.h>
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/health_check_service_interface.h>
+#include <grpcpp/server.h>
+#include <grpcpp/server_builder.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <mutex>
+#include <sstream>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/service/address.h"
+#include "server/service/call_registry.h"
+#include "server/service/http_listener.h"
+#include "server/service/log.h"
+#include "server/service/prefill_service.h"
+
+#ifndef SPARSEGDN_VERSION
+#error "the build sets SPARSEGDN_VERSION and SPARSEGDN_COMMIT"
+#endif
+
+namespace sparsegdn::service {
+
+const char kServerVersion[] = SPARSEGDN_VERSION;
+const char kServerCommit[] = SPARSEGDN_COMMIT;
+
+namespace {
+
+using std::chrono::nanoseconds;
+using std::chrono::steady_clock;
+using std::chrono::system_clock;
+
+absl::StatusOr<std::string> ReadPem(const std::string& path, const char* flag) {
+  std::ifstream file(path, std::ios::binary);
+  std::stringstream text;
+  if (file) text << file.rdbuf();
+  if (!file || text.str().find("-----BEGIN") == std::string::npos) {
+    return absl::InvalidArgumentError(absl::StrCat(flag, " = ", path, ", wanted a PEM file"));
+  }
+  return text.str();
+}
+
+absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> Credentials(const ServerConfig& config) {
+  if (config.tls_cert.empty()) return grpc::InsecureServerCredentials();
+  absl::StatusOr<std::string> cert = ReadPem(config.tls_cert, "--tls-cert");
+  if (!cert.ok()) return cert.status();
+  absl::StatusOr<std::string> key = ReadPem(config.tls_key, "--tls-key");
+  if (!key.ok()) return key.status();
+  grpc::SslServerCredentialsOptions options(
+      config.tls_client_ca.empty() ? GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE
+                                   : GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
+  options.pem_key_cert_pairs.push_back({*key, *cert});
+  if (!config.tls_client_ca.empty()) {
+    absl::StatusOr<std::string> ca = ReadPem(config.tls_client_ca, "--tls-client-ca");
+    if (!ca.ok()) return ca.status();
+    options.pem_root_certs = *ca;
+  }
+  return grpc::SslServerCredentials(options);
+}
+
+void SetChannelArguments(const ServerConfig& config, grpc::ServerBuilder& builder) {
+  builder.SetMaxReceiveMessageSize(static_cast<int>(ReceiveLimitBytes(config)));
+  builder.SetMaxSendMessageSize(-1);
+  // Without this a second server takes the same port and half of the calls, without an error.
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  // Finds clients that are gone without a word.
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, int(config.keepalive_seconds * 1000));
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS,
+                             int(config.keepalive_timeout_seconds * 1000));
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  // A client may ping twice a second, also while no data flows, and keeps its long prefill.
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 450);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 10);
+  if (config.max_connection_age_seconds > 0) {
+    builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_AGE_MS,
+                               int(config.max_connection_age_seconds * 1000));
+    builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_AGE_GRACE_MS,
+                               int(std::max<int64_t>(config.drain_seconds, 600) * 1000));
+  }
+  // Reflection alone runs on synchronous threads.
+  builder.SetSyncServerOption(grpc::ServerBuilder::NUM_CQS, 1);
+  builder.SetSyncServerOption(grpc::ServerBuilder::MAX_POLLERS, 2);
+}
+
+class ServerImpl final : public Server {
+ public:
+  explicit ServerImpl(const ServerConfig& config)
+      : config_(config),
+        metrics_(kServerVersion, kServerCommit),
+        health_(&metrics_),
+        limits_(ToEngineLimits(config)),
+        calls_([this] { return StallTimeout(); }),
+        service_({&health_, &metrics_, &calls_, engine::Clock::Real()}, kServerVersion,
+                 [this] { return limits(); }) {}
+  ~ServerImpl() override { Shutdown(nanoseconds(0)); }
+
+  absl::Status Listen();
+  int port() const override { return port_; }
+  int http_port() const override { return http_ ? http_->port() : 0; }
+  Metrics& metrics() override { return metrics_; }
+  Health& health() override { return health_; }
+  void Serve(std::shared_ptr<engine::Engine> engine) override;
+  absl::Status SetLimits(const engine::EngineLimits& limits) override;
+  bool Drain(nanoseconds timeout) override;
+  void Shutdown(nanoseconds grace) override;
+
+ private:
+  absl::Status ListenGrpc();
+  absl::Status ListenHttp();
+  absl::Status WritePortFile() const;
+  nanoseconds StallTimeout() const {
+    return nanoseconds(static_cast<int64_t>(limits().slow_reader_timeout_seconds * 1e9));
+  }
+  engine::EngineLimits limits() const {
+    std::lock_guard lock(limits_mutex_);
+    return limits_;
+  }
+
+  const ServerConfig config_;
+  Metrics metrics_;
+  Health health_;
+  mutable std::mutex limits_mutex_;
+  engine::EngineLimits limits_;
+  CallRegistry calls_;
+  PrefillServiceImpl service_;
+  std::unique_ptr<grpc::Server> grpc_;
+  std::unique_ptr<HttpListener> http_;
+  int port_ = 0;
+};
+
+absl::Status ServerImpl::Listen() {
+  absl::Status status = ListenGrpc();
+  if (status.ok()) status = ListenHttp();
+  if (status.ok()) status = WritePortFile();
+  return status;
+}
+
+absl::Status ServerImpl::ListenGrpc() {
+  absl::StatusOr<HostPort> address = ParseHostPort(config_.listen, "--listen");
+  if (!address.ok()) return address.status();
+  absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> credentials = Credentials(config_);
+  if (!credentials.ok()) return credentials.status();
+  grpc::EnableDefaultHealthCheckService(true);
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  grpc::ServerBuilder builder;
+  SetChannelArguments(config_, builder);
+  builder.AddListeningPort(ToText(*address), *credentials, &port_);
+  builder.RegisterService(&service_);
+  grpc_ = builder.BuildAndStart();
+  if (grpc_ == nullptr || port_ == 0) {
+    absl::Status why = ProbeBind(*address, "--listen");
+    if (!why.ok()) return why;
+    return absl::InvalidArgumentError(
+        absl::StrCat("--listen = ", config_.listen,
+                     config_.tls_cert.empty() ? ": cannot listen"
+                                              : ": cannot listen with this certificate and key"));
+  }
+  // The library announces SERVING for "" by itself: withdrawn at once, the model is not there yet.
+  health_.Attach(grpc_->GetHealthCheckService());
+  return absl::OkStatus();
+}
+
+absl::Status ServerImpl::ListenHttp() {
+  if (config_.metrics_listen.empty()) return absl::OkStatus();
+  HttpHandlers handlers;
+  handlers.metrics = [this] {
+    const std::shared_ptr<engine::Engine> engine = health_.engine();
+    return metrics_.Scrape(engine ? engine->gauges() : engine::EngineGauges{});
+  };
+  handlers.live = [this] { return health_.live(); };
+  handlers.not_ready = [this] { return health_.NotReadyReason(); };
+  absl::StatusOr<std::unique_ptr<HttpListener>> http =
+      HttpListener::Start(config_.metrics_listen, std::move(handlers));
+  if (!http.ok()) return http.status();
+  http_ = *std::move(http);
+  return absl::OkStatus();
+}
+
+// Renamed into place, so that a reader never sees half of it.
+absl::Status ServerImpl::WritePortFile() const {
+  if (config_.port_file.empty()) return absl::OkStatus();
+  const std::string temporary = config_.port_file + ".tmp";
+  std::ofstream file(temporary, std::ios::trunc);
+  file << port_ << "\n" << http_port() << "\n";
+  file.close();
+  if (!file || std::rename(temporary.c_str(), config_.port_file.c_str()) != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--port-file = ", config_.port_file, ": cannot be written"));
+  }
+  return absl::OkStatus();
+}
+
+void ServerImpl::Serve(std::shared_ptr<engine::Engine> engine) {
+  metrics_.SetModel(engine->model_info());
+  health_.SetServing(std::move(engine));
+}
+
+absl::Status ServerImpl::SetLimits(const engine::EngineLimits& limits) {
+  const int64_t most =
+      config_.max_prompt_tokens > 0 ? config_.max_prompt_tokens : kDefaultMaxPromptTokens;
+  if (limits.max_prompt_tokens > std::max(most, kDefaultMaxPromptTokens)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("limits.max_prompt_tokens = ", limits.max_prompt_tokens,
+                     ", wanted at most what the receive limit was sized for at start"));
+  }
+  {
+    std::lock_guard lock(limits_mutex_);
+    limits_ = limits;
+  }
+  if (const std::shared_ptr<engine::Engine> engine = health_.engine()) engine->SetLimits(limits);
+  return absl::OkStatus();
+}
+
+bool ServerImpl::Drain(nanoseconds timeout) {
+  const steady_clock::time_point deadline = steady_clock::now() + timeout;
+  health_.SetDraining();
+  bool all = true;
+  if (const std::shared_ptr<engine::Engine> engine = health_.engine()) {
+    all = engine->Drain(timeout.count());
+  }
+  // The engine does not wait for readers: streams may still be sending.
+  return calls_.WaitIdle(deadline) && all;
+}
+
+void ServerImpl::Shutdown(nanoseconds grace) {
+  if (grpc_ != nullptr) {
+    health_.Detach();
+    grpc_->Shutdown(system_clock::now() +
+                    std::chrono::duration_cast<system_clock::duration>(grace));
+    grpc_->Wait();
+    grpc_.reset();
+  }
+  http_.reset();
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerConfig& config) {
+  auto server = std::make_unique<ServerImpl>(config);
+  absl::Status status = server->Listen();
+  if (!status.ok()) return status;
+  return server;
+}
+
+}  // namespace sparsegdn::service
