@@ -40,7 +40,8 @@ struct EngineConfig {
   Budget default_budget;      // retention 0.29, AUTO, SELF when nothing is configured
   int64_t chunk_windows = 1;  // a request is cut at absolute multiples of this many windows
   int64_t kept_snapshot_bytes = int64_t{1} << 30;
-  int64_t frame_bytes = 1 << 20;  // of a TensorChunk, <= 3 MiB
+  int64_t frame_bytes = 1 << 20;      // of a TensorChunk, <= 3 MiB
+  double stuck_step_seconds = 600.0;  // a step running longer makes healthy() false; 0: never
   EngineLimits limits;
 };
 
@@ -49,16 +50,17 @@ class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
   enum class Stage { kQueued, kComputing, kStreaming };
-  virtual void OnQueueWait(double seconds) {}
-  virtual void OnStep(int64_t tokens, int64_t requests, const model::StepStats& stats) {}
-  virtual void OnComputed(double prefill_seconds, const Result& result) {}
-  virtual void OnFirstFrame(double seconds) {}
-  virtual void OnSnapshotReady(double seconds) {}
-  virtual void OnCancelled(Stage stage, int64_t wasted_tokens) {}
+  virtual void OnQueueWait(double /*seconds*/) {}
+  virtual void OnStep(int64_t /*tokens*/, int64_t /*requests*/, const model::StepStats& /*stats*/) {
+  }
+  virtual void OnComputed(double /*prefill_seconds*/, const Result& /*result*/) {}
+  virtual void OnFirstFrame(double /*seconds*/) {}
+  virtual void OnSnapshotReady(double /*seconds*/) {}
+  virtual void OnCancelled(Stage /*stage*/, int64_t /*wasted_tokens*/) {}
   virtual void OnExpiredInQueue() {}
   virtual void OnNonFinite() {}
-  virtual void OnSnapshotBytes(ExportDType dtype, int64_t bytes) {}
-  virtual void OnSlowReader(int64_t bytes) {}
+  virtual void OnSnapshotBytes(ExportDType /*dtype*/, int64_t /*bytes*/) {}
+  virtual void OnSlowReader(int64_t /*bytes*/) {}
 };
 
 // Gauges, read at scrape time.

@@ -1,0 +1,59 @@
+// Who runs next: pure functions over what the engine knows of each request, so that the bounds are
+// tested without an engine.
+#ifndef SPARSEGDN_SERVER_ENGINE_SCHEDULER_H_
+#define SPARSEGDN_SERVER_ENGINE_SCHEDULER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace sparsegdn::engine {
+
+// A running request passed over for this many steps counts one priority level higher.
+inline constexpr int64_t kAgingSteps = 8;
+// A waiting request counts one priority level higher for each of these spans it has waited.
+inline constexpr int64_t kAgingWaitNs = 5'000'000'000;
+// So many others may be admitted past a request that lacks KV room; then all wait for it.
+inline constexpr int32_t kMaxBypass = 64;
+// From this many slots on, the last free one is kept for requests of a single chunk, so that long
+// prompts cannot hold every slot against short ones.
+inline constexpr int32_t kSlotsWithReserve = 4;
+
+struct Waiting {
+  int32_t priority = 0;
+  int64_t arrival_ns = 0;
+  uint64_t sequence = 0;  // of arrival
+};
+
+// Indices in admission order: priority with aging, then arrival.
+std::vector<size_t> AdmissionOrder(std::span<const Waiting> waiting, int64_t now_ns);
+
+struct Runnable {
+  int32_t priority = 0;
+  bool started = false;   // has run a chunk
+  int64_t last_step = 0;  // the step it last ran in, or was admitted before
+  int64_t chunk_tokens = 0;
+  int64_t remaining_tokens = 0;
+  uint64_t sequence = 0;      // of arrival
+  int64_t emitted_bytes = 0;  // frames of this chunk
+};
+
+struct StepLimits {
+  int64_t max_tokens = 0;
+  int32_t max_seqs = 0;
+  int64_t buffered_bytes = 0;      // unread frames now
+  int64_t max_buffered_bytes = 0;  // the chosen chunks' frames stay below, or one runs alone
+};
+
+// Indices of the requests whose next chunk runs in step `step`, each whole. First by priority with
+// aging, then those that have not run yet, then the one that ran longest ago (round-robin), then
+// the shortest, then arrival. The first in order always fits. So however many long prompts run, a
+// short one that is admitted during a step is in the next one, unless other new or higher ones
+// fill it; and a stream of new ones delays a long prompt by kAgingSteps at most at each turn.
+std::vector<size_t> PackStep(std::span<const Runnable> running, int64_t step,
+                             const StepLimits& limits);
+
+}  // namespace sparsegdn::engine
+
+#endif  // SPARSEGDN_SERVER_ENGINE_SCHEDULER_H_

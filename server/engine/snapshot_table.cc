@@ -1,0 +1,180 @@
+#include "server/engine/snapshot_table.h"
+
+#include <sys/random.h>
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/engine/errors.h"
+
+namespace sparsegdn::engine {
+namespace {
+
+constexpr int64_t kTableFullRetryMs = 1000;
+
+absl::StatusOr<std::string> RandomId() {
+  unsigned char bytes[16];
+  if (getrandom(bytes, sizeof(bytes), 0) != sizeof(bytes)) {
+    return absl::InternalError("getrandom gave no snapshot id");
+  }
+  constexpr char kHex[] = "0123456789abcdef";
+  std::string id;
+  for (const unsigned char byte : bytes) {
+    id.push_back(kHex[byte >> 4]);
+    id.push_back(kHex[byte & 15]);
+  }
+  return id;
+}
+
+}  // namespace
+
+SnapshotTable::Reservation::~Reservation() {
+  std::lock_guard lock(table_->mutex_);
+  table_->reserved_bytes_ -= bytes_;
+  for (const Blob& blob : shared_) table_->DropBlob(blob);
+}
+
+absl::Status SnapshotTable::Reservation::Grow(int64_t bytes) {
+  std::lock_guard lock(table_->mutex_);
+  if (absl::Status s = table_->MakeRoomLocked(bytes); !s.ok()) return s;
+  bytes_ += bytes;
+  table_->reserved_bytes_ += bytes;
+  return absl::OkStatus();
+}
+
+void SnapshotTable::AddBlob(const Blob& blob) {
+  if (++blob_uses_[blob.get()] == 1) blob_bytes_ += static_cast<int64_t>(blob->size());
+}
+
+void SnapshotTable::DropBlob(const Blob& blob) {
+  const auto it = blob_uses_.find(blob.get());
+  if (--it->second > 0) return;
+  blob_bytes_ -= static_cast<int64_t>(blob->size());
+  blob_uses_.erase(it);
+}
+
+void SnapshotTable::Erase(Entries::iterator it) {
+  it->snapshot->ForEachBlob([this](const Blob& blob) { DropBlob(blob); });
+  by_id_.erase(it->id);
+  entries_.erase(it);
+}
+
+SnapshotTable::Entries::iterator SnapshotTable::FindLive(const std::string& id,
+                                                         const std::string& tenant) {
+  const auto it = by_id_.find(id);
+  if (it == by_id_.end() || it->second->dead || it->second->tenant != tenant ||
+      it->second->expires_ns <= clock_->NowNs()) {
+    return entries_.end();
+  }
+  return it->second;
+}
+
+std::shared_ptr<const Snapshot> SnapshotTable::Find(const std::string& id,
+                                                    const std::string& tenant) {
+  std::lock_guard lock(mutex_);
+  const auto it = FindLive(id, tenant);
+  if (it == entries_.end()) return nullptr;
+  entries_.splice(entries_.end(), entries_, it);
+  return it->snapshot;
+}
+
+bool SnapshotTable::Release(const std::string& id, const std::string& tenant) {
+  std::lock_guard lock(mutex_);
+  const auto it = FindLive(id, tenant);
+  if (it == entries_.end()) return false;
+  it->dead = true;
+  if (it->snapshot.use_count() == 1) Erase(it);
+  return true;
+}
+
+// use_count() can only grow under the lock, through Find: 1 here means that nobody uses it.
+void SnapshotTable::SweepLocked() {
+  const int64_t now = clock_->NowNs();
+  for (auto it = entries_.begin(); it != entries_.end();) {
+    const auto next = std::next(it);
+    if (it->expires_ns <= now) it->dead = true;
+    if (it->dead && it->snapshot.use_count() == 1) Erase(it);
+    it = next;
+  }
+}
+
+absl::Status SnapshotTable::MakeRoomLocked(int64_t bytes) {
+  if (bytes > max_bytes_) {
+    return NeverFits("keep_snapshot",
+                     absl::StrCat("the snapshot has ", bytes, " bytes, wanted at most ", max_bytes_,
+                                  ", the size of the table"));
+  }
+  const auto fits = [&] { return blob_bytes_ + reserved_bytes_ + bytes <= max_bytes_; };
+  if (!fits()) SweepLocked();
+  for (auto it = entries_.begin(); !fits() && it != entries_.end();) {
+    const auto next = std::next(it);
+    if (it->snapshot.use_count() == 1) Erase(it);
+    it = next;
+  }
+  if (fits()) return absl::OkStatus();
+  return Refuse(absl::StatusCode::kResourceExhausted, "keep_snapshot", "SNAPSHOT_TABLE_FULL",
+                absl::StrCat("the snapshot has ", bytes, " bytes, but snapshots in use hold ",
+                             blob_bytes_ + reserved_bytes_, " of ", max_bytes_),
+                kTableFullRetryMs);
+}
+
+absl::StatusOr<std::unique_ptr<SnapshotTable::Reservation>> SnapshotTable::Reserve(
+    int64_t bytes, const Snapshot* base) {
+  if (bytes > max_bytes_) {
+    std::lock_guard lock(mutex_);
+    return MakeRoomLocked(bytes);
+  }
+  std::unique_ptr<Reservation> reservation(new Reservation(this));
+  if (base != nullptr) {
+    std::lock_guard lock(mutex_);
+    const auto share = [&](const Blob& blob) {
+      if (!IsStable(blob)) return;
+      // Counted already as a rule: the base comes from this table and is in use.
+      AddBlob(blob);
+      reservation->shared_.push_back(blob);
+      bytes -= static_cast<int64_t>(blob->size());
+    };
+    for (const Snapshot::Layer& layer : base->layers) {
+      for (const Blob& blob : layer.key) share(blob);
+      for (const Blob& blob : layer.value) share(blob);
+    }
+  }
+  if (absl::Status s = reservation->Grow(bytes); !s.ok()) return s;
+  return reservation;
+}
+
+absl::StatusOr<std::string> SnapshotTable::Commit(std::unique_ptr<Reservation> reservation,
+                                                  std::shared_ptr<const Snapshot> snapshot,
+                                                  std::string tenant, uint32_t ttl_seconds) {
+  absl::StatusOr<std::string> id = RandomId();
+  if (!id.ok()) return id.status();
+  {
+    std::lock_guard lock(mutex_);
+    snapshot->ForEachBlob([this](const Blob& blob) { AddBlob(blob); });
+    const int64_t expires_ns = clock_->NowNs() + int64_t{ttl_seconds} * 1'000'000'000;
+    entries_.push_back({*id, std::move(tenant), std::move(snapshot), expires_ns, false});
+    by_id_[*id] = std::prev(entries_.end());
+  }
+  reservation.reset();
+  return id;
+}
+
+void SnapshotTable::Sweep() {
+  std::lock_guard lock(mutex_);
+  SweepLocked();
+}
+
+int64_t SnapshotTable::bytes() const {
+  std::lock_guard lock(mutex_);
+  return blob_bytes_ + reserved_bytes_;
+}
+
+int64_t SnapshotTable::size() const {
+  std::lock_guard lock(mutex_);
+  const int64_t now = clock_->NowNs();
+  int64_t live = 0;
+  for (const Entry& entry : entries_) live += !entry.dead && entry.expires_ns > now;
+  return live;
+}
+
+}  // namespace sparsegdn::engine
