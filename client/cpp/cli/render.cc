@@ -72,17 +72,19 @@ std::string EventsText(const v1::Usage& usage) {
 
 std::string Hex16(uint64_t value) { return absl::StrCat(absl::Hex(value, absl::kZeroPad16)); }
 
+// Fields that the mode does not use are null.
 Json BudgetJson(const v1::Budget& b) {
+  auto number = [](bool has, auto value) { return has ? Json(value) : Json(nullptr); };
   return {{"mode", Mode(b)},
           {"selector", SelectorText(b)},
           {"solver", SolverText(b)},
           {"local", LocalText(b)},
-          {"retention", b.retention()},
-          {"coverage", b.coverage()},
-          {"min_retention", b.min_retention()},
-          {"max_retention", b.max_retention()},
-          {"keep_first", b.keep_first()},
-          {"keep_last", b.keep_last()}};
+          {"retention", number(b.has_retention(), b.retention())},
+          {"coverage", number(b.has_coverage(), b.coverage())},
+          {"min_retention", number(b.has_min_retention(), b.min_retention())},
+          {"max_retention", number(b.has_max_retention(), b.max_retention())},
+          {"keep_first", number(b.has_keep_first(), b.keep_first())},
+          {"keep_last", number(b.has_keep_last(), b.keep_last())}};
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "sparsegdn/client/snapshot_file.h"
 #include "src/errors.h"
+#include "src/metadata_checksum.h"
 #include "src/snapshot_names.h"
 
 namespace sparsegdn::client {
@@ -132,6 +133,10 @@ bool ParseTensor(const Json& meta, const Json& header, v1::TensorInfo* info, uin
       !offsets->is_array() || offsets->size() != 2) {
     return false;
   }
+  // The copies in the metadata are under its checksum.
+  if (Text(meta, "dtype") != Text(*entry, "dtype") || meta.value("shape", Json()) != *shape) {
+    return false;
+  }
   for (const Json& dim : *shape) {
     if (!dim.is_number_unsigned()) return false;
     info->add_shape(dim.get<int64_t>());
@@ -167,6 +172,13 @@ absl::StatusOr<Parsed> ParseHeader(const Header& header, const std::string& path
   out.manifest.set_format_version(version);
   out.manifest.set_position(position);
   out.manifest.set_model_identity(Text(*metadata, "sparsegdn.model_identity"));
+  std::vector<std::string> values;
+  for (const char* key : kChecksummedKeys) values.push_back(Text(*metadata, key));
+  uint64_t checksum = 0;
+  if (!absl::SimpleHexAtoi(Text(*metadata, "sparsegdn.metadata_xxh3_64"), &checksum) ||
+      checksum != MetadataChecksum(values)) {
+    return Corrupt(path, "its metadata does not match its checksum");
+  }
   const Json tensors = Json::parse(Text(*metadata, "sparsegdn.tensors"), nullptr, false);
   if (!tensors.is_array() || tensors.size() + 1 != header.json.size()) {
     return NotSnapshot(path, "sparsegdn.tensors does not list the tensors of the file");

@@ -10,6 +10,7 @@
 #include "sparsegdn/client/snapshot_file.h"
 #include "src/atomic_file.h"
 #include "src/errors.h"
+#include "src/metadata_checksum.h"
 #include "src/snapshot_names.h"
 
 namespace sparsegdn::client {
@@ -33,7 +34,9 @@ Json TensorMetadata(const v1::TensorInfo& info, uint64_t hash) {
   Json out = {{"name", info.name()},
               {"kind", KindName(info.kind())},
               {"layer", info.layer()},
-              {"position", info.position()}};
+              {"position", info.position()},
+              {"dtype", FileDType(info.dtype())},
+              {"shape", std::vector<int64_t>(info.shape().begin(), info.shape().end())}};
   if (info.state_layout() != v1::STATE_LAYOUT_UNSPECIFIED) {
     out["state_layout"] = StateLayoutName(info.state_layout());
   }
@@ -63,6 +66,9 @@ Json Metadata(const Snapshot& snapshot, const v1::Result* result) {
       out["sparsegdn.result"] = json;
     }
   }
+  std::vector<std::string> values;
+  for (const char* key : kChecksummedKeys) values.push_back(out.value(key, ""));
+  out["sparsegdn.metadata_xxh3_64"] = Hex16(MetadataChecksum(values));
   return out;
 }
 

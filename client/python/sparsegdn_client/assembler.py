@@ -1,0 +1,134 @@
+"""Reassembles a stream of chunks into a verified snapshot; knows no gRPC."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Any
+
+import numpy as np
+
+from sparsegdn_client._stubs import xxh3_64
+from sparsegdn_client.errors import IntegrityError, PrefillError
+from sparsegdn_client.snapshot import STORAGE, Snapshot, TensorInfo, check_manifest
+
+
+class _Part:
+    """One tensor's bytes and the ranges of them that have come."""
+
+    def __init__(self, info: TensorInfo) -> None:
+        self.info = info
+        self.data = np.empty(info.bytes, np.uint8)
+        self.view = memoryview(self.data)
+        self.begins: list[int] = []  # received [begin, end), sorted, merged
+        self.ends: list[int] = []
+
+    def insert(self, begin: int, end: int) -> bool:
+        """False when a byte of [begin, end) is there already."""
+        i = bisect_left(self.begins, begin)
+        if i < len(self.begins) and self.begins[i] < end:
+            return False
+        if i > 0 and self.ends[i - 1] > begin:
+            return False
+        joins_next = i < len(self.begins) and self.begins[i] == end
+        if i > 0 and self.ends[i - 1] == begin:
+            self.ends[i - 1] = end
+            if joins_next:
+                self.ends[i - 1] = self.ends[i]
+                del self.begins[i], self.ends[i]
+        elif joins_next:
+            self.begins[i] = begin
+        else:
+            self.begins.insert(i, begin)
+            self.ends.insert(i, end)
+        return True
+
+    @property
+    def whole(self) -> bool:
+        return not self.info.bytes or (self.begins == [0] and self.ends == [self.info.bytes])
+
+    def array(self) -> np.ndarray:
+        return self.data.view(STORAGE[self.info.dtype]).reshape(self.info.shape)
+
+
+class Assembler:
+    """One snapshot in the making. After an error it must be dropped."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._manifest: Any = None
+        self._parts: list[_Part] = []
+        self.bytes_done = 0
+        self.bytes_total = 0
+
+    def set_manifest(self, manifest: Any) -> None:
+        if self._manifest is not None:
+            raise IntegrityError("MANIFEST_REPEATED", "a second manifest came", field="manifest")
+        infos = [TensorInfo.from_proto(tensor) for tensor in manifest.tensors]
+        check_manifest(
+            manifest.format_version, manifest.position, infos, manifest.total_bytes, self._max_bytes
+        )
+        try:
+            self._parts = [_Part(info) for info in infos]
+        except MemoryError:
+            raise PrefillError(
+                "RESOURCE_EXHAUSTED",
+                f"out of memory for a snapshot of {manifest.total_bytes} bytes",
+                reason="SNAPSHOT_TOO_LARGE",
+            ) from None
+        self._manifest = manifest
+        self.bytes_total = manifest.total_bytes
+
+    def add(self, chunk: Any) -> None:
+        """Chunks come in any order, tensors mixed; an empty one is legal and carries nothing."""
+        if self._manifest is None:
+            raise IntegrityError("MANIFEST_MISSING", "a chunk came before the manifest")
+        if chunk.tensor >= len(self._parts):
+            raise IntegrityError(
+                "CHUNK_TENSOR_UNKNOWN",
+                f"chunk.tensor = {chunk.tensor}, the manifest has {len(self._parts)} tensors",
+            )
+        part, data, begin = self._parts[chunk.tensor], chunk.data, chunk.byte_offset
+        end = begin + len(data)
+        if end > part.info.bytes:
+            raise IntegrityError(
+                "CHUNK_OUT_OF_BOUNDS",
+                f"chunk of {part.info.name}: offset {begin} + {len(data)} bytes, "
+                f"the tensor has {part.info.bytes}",
+            )
+        if xxh3_64(data) != chunk.xxh3_64:
+            raise IntegrityError(
+                "CHUNK_HASH", f"chunk of {part.info.name} at {begin} does not match its XXH3-64"
+            )
+        if not data:
+            return
+        if not part.insert(begin, end):
+            raise IntegrityError(
+                "CHUNK_OVERLAP", f"chunk of {part.info.name} at {begin} repeats bytes"
+            )
+        part.view[begin:end] = data
+        self.bytes_done += len(data)
+
+    def finish(self, digest: int) -> Snapshot:
+        """The snapshot, once every byte is there and the digest over whole tensors agrees."""
+        if self._manifest is None:
+            raise IntegrityError("MANIFEST_MISSING", "the result came without a manifest")
+        for part in self._parts:
+            if not part.whole:
+                raise IntegrityError(
+                    "BYTES_MISSING",
+                    f"tensor {part.info.name} is incomplete: the stream ended before all of its "
+                    f"{part.info.bytes} bytes came",
+                )
+        snapshot = Snapshot(
+            self._manifest.model_identity,
+            self._manifest.position,
+            [part.info for part in self._parts],
+            [part.array() for part in self._parts],
+        )
+        if snapshot.digest != digest:
+            raise IntegrityError(
+                "DIGEST",
+                f"digest is {snapshot.digest:016x}, the server said {digest:016x}",
+                field="result.digest",
+            )
+        return snapshot

@@ -1,0 +1,125 @@
+"""Bridge to Hugging Face transformers: continue a snapshot with `model.generate`.
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    done = client.prefill(ids)                                # snapshot before the last token
+    cache = load_into_cache(model, done.snapshot)
+    model.generate(torch.tensor([ids]), past_key_values=cache, max_new_tokens=32)
+
+`generate` takes the full ids; the cache must be shorter than they are, which "before_last" (the
+default) guarantees. Needs a transformers whose DynamicCache holds linear layers itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import torch
+import transformers
+from transformers import DynamicCache
+
+from sparsegdn_client.snapshot import Snapshot
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
+def _check_library() -> None:
+    if not all(hasattr(DynamicCache, m) for m in ("update_conv_state", "update_recurrent_state")):
+        raise RuntimeError(
+            f"transformers {transformers.__version__} is too old: its DynamicCache has no "
+            f"update_conv_state and update_recurrent_state, so it cannot hold linear attention "
+            f"layers. Install a version that knows Qwen3.5 with the unified DynamicCache (5.17 is "
+            f"known to work)."
+        )
+
+
+def _decoder_layers(model: Any) -> Any:
+    """The text decoder's layers: model.layers, or model.language_model.layers with vision."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.model
+    decoder = getattr(decoder, "language_model", decoder)
+    return decoder.layers
+
+
+def _check(snapshot: Snapshot, config: Any) -> None:
+    """Shapes and layouts against the model: a wrong one would decode garbage without an error."""
+    heads, dk, dv = (
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+    )
+    channels = 2 * config.linear_num_key_heads * dk + heads * dv
+    for layer, kind in enumerate(config.layer_types):
+        if kind == "full_attention":
+            head_dim = getattr(config, "head_dim", None)
+            wanted: dict[str, tuple[int, ...]] = {}
+            for what in ("key", "value"):
+                wanted[what] = (snapshot.position, config.num_key_value_heads, head_dim)
+        else:
+            by_value = snapshot.infos.get(f"layers.{layer}.recurrent_state")
+            transposed = by_value is not None and by_value.state_layout == "value_major"
+            wanted = {
+                "recurrent_state": (heads, dv, dk) if transposed else (heads, dk, dv),
+                "conv_state": (channels, config.linear_conv_kernel_dim),
+            }
+        for what, shape in wanted.items():
+            info = snapshot.infos.get(f"layers.{layer}.{what}")
+            if info is None:
+                raise ValueError(
+                    f"the snapshot has no layers.{layer}.{what}, which this model needs: request "
+                    f"state, conv_state and kv"
+                )
+            got = info.shape
+            if info.conv_layout == "three_columns":
+                got = (got[0], got[1] + 1)
+            if got != shape:
+                raise ValueError(f"{info.name} has shape {list(got)}, the model needs {list(shape)}")
+            first = 0 if what in ("key", "value") else snapshot.position
+            if info.position != first:
+                raise ValueError(f"{info.name} is at position {info.position}, must be {first}")
+
+
+def _tensor(values: np.ndarray, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(values).unsqueeze(0).to(device=like.device, dtype=dtype)
+
+
+def load_into_cache(model: Any, snapshot: Snapshot) -> DynamicCache:
+    """A DynamicCache of batch 1 that holds `snapshot`, for `model` to continue from.
+
+    Works for the text-only class (Qwen3_5ForCausalLM) and the conditional-generation class, for
+    any state dtype and layout of the stream. Keys, values and conv states take the layer's dtype
+    and device, recurrent states stay fp32.
+
+    Args:
+        model: a transformers Qwen3.5 model.
+        snapshot: with states, conv states and, for hybrids, KV from position 0.
+
+    Raises:
+        RuntimeError: transformers is too old. ValueError: the snapshot does not fit the model.
+    """
+    _check_library()
+    config = _text_config(model)
+    _check(snapshot, config)
+    cache = DynamicCache(config=config)
+    layers = _decoder_layers(model)
+    for layer, kind in enumerate(config.layer_types):
+        like = next(layers[layer].parameters())
+        if kind == "full_attention":
+            # [T, Nkv, D] on the wire, [1, Nkv, T, D] here.
+            key = _tensor(np.ascontiguousarray(snapshot.key(layer).transpose(1, 0, 2)), like, like.dtype)
+            value = _tensor(
+                np.ascontiguousarray(snapshot.value(layer).transpose(1, 0, 2)), like, like.dtype
+            )
+            cache.update(key, value, layer)
+        else:
+            cache.update_conv_state(_tensor(snapshot.conv_state(layer), like, like.dtype), layer)
+            cache.update_recurrent_state(
+                _tensor(snapshot.state(layer), like, torch.float32), layer
+            )
+    # A multimodal prompt before this one leaves position offsets that text must not inherit.
+    inner = getattr(model, "model", None)
+    if getattr(inner, "rope_deltas", None) is not None:
+        inner.rope_deltas = None
+    return cache
