@@ -1,0 +1,93 @@
+// SparseGDN on Hopper in one kernel: state recurrence and outputs of one value head and one time
+// segment a block, without intermediates in device memory.
+//
+// Bytes a token at Hk 16, Hv 32, D 128, 16 bits: q, k, v in and o out 24.6 KB, and 0.5 KB of gates,
+// the floor; q and k are read once more through L2 by the second head of a pair. Tensor work a
+// group of 64 events and a head: 6.3 MFLOP for the state, 4.2 MFLOP for each tile of 64 tokens. At
+// 29 % (about 220 tokens a group) 23 MFLOP a group and head, 3.4 MFLOP a token, so that bytes and
+// arithmetic bind about equally. docs/kernels_cuda.md has the schedule and what was measured.
+#include "kernels/cuda/fused_output.cuh"
+#include "kernels/cuda/fused_segment.cuh"
+#include "kernels/cuda/fused_state.cuh"
+
+namespace sparsegdn::cuda {
+namespace fused {
+namespace {
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 1) FusedKernel(const __grid_constant__ Params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ uint8_t raw[];
+  Shared& sm =
+      *reinterpret_cast<Shared*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
+  if (threadIdx.x < 32) {
+    const bool work = PlanSegment(p, &sm.job);
+    if (threadIdx.x == 0) {
+      sm.active = work ? 1 : 0;
+      sm.norms_bad = 0;
+      BarrierInit(&sm.state_full, kStateThreads / 32);
+      BarrierInit(&sm.u_full, kStateThreads / 32);
+      BarrierInit(&sm.group_done, kOutputThreads / 32);
+    }
+  }
+  __syncthreads();
+  if (sm.active == 0) return;
+  CheckWarmupNorms<T>(p, sm.job, &sm.norms_bad);
+  __syncthreads();
+  if (threadIdx.x == 0 && sm.norms_bad != 0) {  // no bound: run from the sequence's start
+    sm.job.groups += sm.job.first_own - sm.job.warm_groups;
+    sm.job.warm_groups = sm.job.first_own;
+    sm.job.start_window = sm.job.start_group = 0;
+    sm.job.from_start = 1;
+  }
+  __syncthreads();
+  if (threadIdx.x < kStateThreads) {
+    StateSide<T> side(p, sm);
+    side.Run();
+  } else {
+    OutputSide<T> side(p, sm);
+    side.Run();
+  }
+#endif
+}
+
+template <typename T>
+cudaError_t Launch(const Params& p, cudaStream_t stream) {
+  constexpr int kBytes = static_cast<int>(sizeof(Shared)) + 1024;  // room to align
+  const cudaError_t error =
+      cudaFuncSetAttribute(FusedKernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  const int64_t blocks = p.ws.segments * p.shape.num_v_heads;
+  FusedKernel<T><<<static_cast<unsigned>(blocks), kThreads, kBytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+bool Aligned16(const void* data, int64_t token_stride, int64_t head_stride) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && token_stride % 8 == 0 &&
+         head_stride % 8 == 0;
+}
+
+}  // namespace
+}  // namespace fused
+
+bool FusedSupports(const Params& p, int compute_capability_major) {
+  if (compute_capability_major != 9) return false;
+  if (p.shape.head_dim_k != fused::kDim || p.shape.head_dim_v != fused::kDim) return false;
+  if (p.q.dtype == DType::kF32) return false;
+  for (const ConstTensorRef& x : {p.q, p.k, p.v}) {
+    if (!fused::Aligned16(x.data, x.token_stride, x.head_stride)) return false;
+  }
+  return p.o.dtype == DType::kF32 || fused::Aligned16(p.o.data, p.o.token_stride, p.o.head_stride);
+}
+
+cudaError_t LaunchFused(const Params& p, cudaStream_t stream) {
+  if (p.states_alias) {
+    const size_t bytes = static_cast<size_t>(p.ws.segments) * p.shape.num_v_heads * sizeof(int32_t);
+    const cudaError_t error = cudaMemsetAsync(p.ws.state_readers, 0, bytes, stream);
+    if (error != cudaSuccess) return error;
+  }
+  if (p.q.dtype == DType::kBF16) return fused::Launch<__nv_bfloat16>(p, stream);
+  return fused::Launch<__half>(p, stream);
+}
+
+}  // namespace sparsegdn::cuda

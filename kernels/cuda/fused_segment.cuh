@@ -1,0 +1,158 @@
+// Which groups a block works on: its share of the sequence's groups, and the warm-up before them.
+#ifndef SPARSEGDN_KERNELS_CUDA_FUSED_SEGMENT_CUH_
+#define SPARSEGDN_KERNELS_CUDA_FUSED_SEGMENT_CUH_
+
+#include "kernels/cuda/fused_shared.cuh"
+
+namespace sparsegdn::cuda::fused {
+
+__device__ __forceinline__ int WindowGroups(const Params& p, const Job& job, int window) {
+  if (window >= job.windows) return 0;
+  Cursor c;
+  EnterWindow(p, job, window, &c);
+  return c.groups;
+}
+
+struct GroupPlace {
+  int window, group;
+};
+
+// The window and in-window index of group `index` of the sequence; one warp, index < total.
+__device__ inline GroupPlace LocateGroup(const Params& p, const Job& job, int index) {
+  const int lane = threadIdx.x % 32;
+  for (int base = 0;; base += 32) {
+    const int own = WindowGroups(p, job, base + lane);
+    int x = own;
+    for (int d = 1; d < 32; d *= 2) {
+      const int y = __shfl_up_sync(0xffffffffu, x, d);
+      if (lane >= d) x += y;
+    }
+    const unsigned past = __ballot_sync(0xffffffffu, x > index);
+    if (past != 0) {
+      const int owner = __ffs(past) - 1;
+      const int before = __shfl_sync(0xffffffffu, x - own, owner);
+      return {base + owner, index - before};
+    }
+    index -= __shfl_sync(0xffffffffu, x, 31);
+  }
+}
+
+__device__ __forceinline__ double GateSumBefore(const Params& p, const Job& job, const Cursor& c,
+                                                int row) {
+  if (row <= c.row0) return 0.0;
+  const float2 g = p.ws.gate_sum[job.head * p.num_tokens + row - 1];
+  return static_cast<double>(g.x) + static_cast<double>(g.y);
+}
+
+// Sets where the state side begins: the latest group from whose start the decay to the first own
+// group is at most 2^-kWarmupLog2, else the sequence's start. A lane looks at one group of a
+// window.
+__device__ inline void FindWarmup(const Params& p, GroupPlace own, Job* job) {
+  const int lane = threadIdx.x % 32;
+  Cursor c;
+  EnterWindow(p, *job, own.window, &c);
+  double sum = GateSumBefore(p, *job, c, GroupBegin(p, *job, c, own.group));
+  int candidates = own.group, passed = 0;
+  for (;;) {
+    bool enough = false;
+    if (lane < candidates) {
+      const double before = GateSumBefore(p, *job, c, GroupBegin(p, *job, c, lane));
+      enough = sum - before <= -kWarmupLog2;
+    }
+    const unsigned found = __ballot_sync(0xffffffffu, enough);
+    if (found != 0) {
+      const int group = 31 - __clz(found);
+      job->start_window = c.window;
+      job->start_group = group;
+      job->warm_groups = passed + candidates - group;
+      job->from_start = c.window == 0 && group == 0;
+      return;
+    }
+    passed += candidates;
+    if (c.window == 0) break;
+    EnterWindow(p, *job, c.window - 1, &c);
+    sum += GateSumBefore(p, *job, c, c.row0 + c.rows);
+    candidates = c.groups;
+  }
+  job->start_window = job->start_group = 0;
+  job->warm_groups = passed;
+  job->from_start = 1;
+}
+
+// Fills the job of this block (one warp); false where the block has nothing to do.
+__device__ inline bool PlanSegment(const Params& p, Job* job) {
+  const int segment_index = static_cast<int>(blockIdx.x / p.shape.num_v_heads);
+  if (segment_index >= p.ws.segment_offset[p.num_seqs]) return false;
+  Job j{};
+  j.head = static_cast<int>(blockIdx.x % p.shape.num_v_heads);
+  j.pair = j.head / p.ratio;
+  j.seq = FindOwner(p.ws.segment_offset, p.num_seqs, segment_index);
+  const int first_segment = p.ws.segment_offset[j.seq];
+  j.segment = segment_index - first_segment;
+  j.segments = p.ws.segment_offset[j.seq + 1] - first_segment;
+  j.reader_slot = first_segment * p.shape.num_v_heads + j.head;
+  const SequenceParams& s = p.sequences[j.seq];
+  j.row0 = p.cu_seqlens[j.seq];
+  j.length = p.cu_seqlens[j.seq + 1] - j.row0;
+  j.first_position = s.first_position;
+  j.window0 = p.ws.window_offset[j.seq];
+  j.windows = p.ws.window_offset[j.seq + 1] - j.window0;
+  j.dense = IsDense(p, j.seq);
+  j.cut64 = j.dense && s.snapshot_every > 0;
+  j.self_term = !j.dense && s.budget.local == LocalTerm::kSelf;
+  j.adjacent = s.budget.solver == Solver::kBlockAdjacent;
+  int total = 0;
+  for (int base = 0; base < j.windows; base += 32) {
+    total += WarpSum(WindowGroups(p, j, base + static_cast<int>(threadIdx.x % 32)));
+  }
+  j.first_own = static_cast<int>(int64_t{j.segment} * total / j.segments);
+  const int end = static_cast<int>(int64_t{j.segment + 1} * total / j.segments);
+  j.groups = end - j.first_own;
+  j.end_row = j.row0 + j.length;
+  j.from_start = 1;
+  if (end < total) {
+    const GroupPlace at = LocateGroup(p, j, end);
+    Cursor c;
+    EnterWindow(p, j, at.window, &c);
+    j.end_row = GroupBegin(p, j, c, at.group);
+  }
+  if (j.groups > 0 && j.first_own > 0) FindWarmup(p, LocateGroup(p, j, j.first_own), &j);
+  j.groups += j.warm_groups;
+  *job = j;
+  return true;
+}
+
+// Whether beta |k|^2 <= 2 for every event of the warm-up, which its bound needs. All threads; the
+// answer is in *bad after the caller's barrier.
+template <typename T>
+__device__ inline void CheckWarmupNorms(const Params& p, const Job& job, int* bad) {
+  if (job.from_start || p.normalize_qk) return;
+  Cursor c;
+  EnterWindow(p, job, job.start_window, &c);
+  c.group = job.start_group;
+  const int row = threadIdx.x / 8, part = threadIdx.x % 8;
+  const T* keys = static_cast<const T*>(p.k.data) + job.pair * p.k.head_stride + part * 16;
+  for (int n = 0; n < job.warm_groups; ++n, NextGroup(p, job, &c)) {
+    const int e = FirstEvent(c, c.group) + row;
+    const bool live = e < FirstEvent(c, c.group + 1) && e < c.events;
+    float sum = 0.0f;
+    int token = 0;
+    if (live) {
+      token = EventRow(p, job, c, e);
+      const uint4* x = reinterpret_cast<const uint4*>(keys + token * p.k.token_stride);
+      for (int i = 0; i < 2; ++i) {
+        const uint4 piece = x[i];
+        for (uint32_t word : {piece.x, piece.y, piece.z, piece.w}) {
+          const float2 f = Unpack<T>(word);
+          sum += f.x * f.x + f.y * f.y;
+        }
+      }
+    }
+    for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+    if (live && !(sum * p.ws.beta[job.head * p.num_tokens + token] <= 2.0f)) *bad = 1;
+  }
+}
+
+}  // namespace sparsegdn::cuda::fused
+
+#endif  // SPARSEGDN_KERNELS_CUDA_FUSED_SEGMENT_CUH_

@@ -1,0 +1,131 @@
+// Shared memory of the fused kernel and what one block works on.
+#ifndef SPARSEGDN_KERNELS_CUDA_FUSED_SHARED_CUH_
+#define SPARSEGDN_KERNELS_CUDA_FUSED_SHARED_CUH_
+
+#include "kernels/cuda/device_common.cuh"
+#include "kernels/cuda/panel.cuh"
+
+namespace sparsegdn::cuda::fused {
+
+inline constexpr int kDim = 128;            // Dk and Dv
+inline constexpr int kStateThreads = 256;   // two warpgroups, 64 columns of the state each
+inline constexpr int kOutputThreads = 256;  // two warpgroups, a tile of 64 tokens each
+inline constexpr int kThreads = kStateThreads + kOutputThreads;
+inline constexpr int kTile = 64;                // tokens
+inline constexpr int kPanel = 64 * 128;         // bytes of a panel of 64 rows
+inline constexpr int kStatePanel = kDim * 128;  // bytes of a panel of 128 rows
+inline constexpr int kSolveRow = 68;            // floats a row of the 64 x 64 solve
+inline constexpr int kHalfRow = 36;             // and of its 32 x 32 scratch
+inline constexpr int kNoToken = 0x7fffffff;
+// A segment may start from zero where the decay since is 2^-24 or less: then the state it drops,
+// multiplied by factors of norm <= 1 (beta |k|^2 <= 2) and by that decay, is below half an ulp of
+// fp32 relative to its own norm.
+inline constexpr double kWarmupLog2 = 24.0;
+
+// Named barriers (0 is __syncthreads). One for the state side, one for each warpgroup.
+inline constexpr int kBarrierState = 1;
+inline constexpr int kBarrierGroup0 = 2;
+
+struct Event {
+  float gate_high, gate_low;  // gate sum through the event
+  int token;                  // row of the pack, kNoToken past the end
+  float k_norm;
+};
+
+// What both sides read of a group while it is current. Two slots.
+struct Factors {
+  Event event[kGroup];
+  float beta[kGroup];
+  float2 before, after;  // gate sums before the first and through the last owned token
+};
+
+// Rows of a group; a ring of four, because keys are fetched one group ahead and rows two.
+struct Rows {
+  int token[kGroup];
+  int begin, end;
+  int first;  // the window's first group
+};
+
+// One value head of one time segment of one sequence.
+struct Job {
+  int seq, head, pair;
+  int row0, length;  // of the sequence in the pack
+  int64_t first_position;
+  int window0;  // index of the sequence's first window among all windows
+  int windows;
+  int dense, self_term, adjacent, cut64;  // cut64: dense groups end at multiples of 64
+  int segment, segments, reader_slot;
+  int start_window, start_group;  // where the state side begins
+  int warm_groups, groups;        // groups without output, and in all
+  int first_own;                  // index of the first own group in the sequence
+  int end_row;                    // after the last owned token
+  int from_start;                 // begins with the sequence's own initial state
+};
+
+struct __align__(1024) Shared {
+  uint8_t state[2][kStatePanel];  // S_B, 64 columns a panel
+  uint8_t key[2][2][kPanel];      // [slot][half of Dk], rows are events
+  uint8_t work[2][kPanel];        // V, then W, then the decayed U; [half of Dv]
+  uint8_t u[2][kPanel];           // U, [half of Dv]
+  uint8_t inverse[kPanel];        // T
+  uint8_t tile[2][3][2][kPanel];  // [output warpgroup][q, k, v or o][half]
+  float solve[kGroup * kSolveRow];
+  float scratch[32 * kHalfRow];
+  Factors factors[2];
+  Rows rows[4];
+  float self_dot[2][kTile];
+  Job job;
+  uint64_t state_full, u_full, group_done;
+  int norms_bad;
+  int active;
+};
+static_assert(sizeof(Shared) + 1024 <= 232448, "one block of Hopper's shared memory");
+
+// A walk over the groups of one head pair.
+struct Cursor {
+  int window, group, groups;  // position, and groups of this window
+  int row0, rows, events, shift;
+};
+
+__device__ __forceinline__ void EnterWindow(const Params& p, const Job& job, int window,
+                                            Cursor* c) {
+  const int64_t first = job.first_position;
+  const int64_t start = (first / kWindow + window) * kWindow;
+  const int64_t low = start > first ? start : first;
+  const int64_t last = first + job.length;
+  const int64_t high = start + kWindow < last ? start + kWindow : last;
+  c->window = window;
+  c->group = 0;
+  c->row0 = job.row0 + static_cast<int>(low - first);
+  c->rows = static_cast<int>(high - low);
+  c->shift = job.cut64 ? static_cast<int>(low % kGroup) : 0;
+  c->events =
+      job.dense ? c->rows : p.ws.event_count[job.pair * p.ws.windows + job.window0 + window];
+  const int groups = (c->events + c->shift + 63) / 64;
+  c->groups = groups > 0 ? groups : 1;
+}
+
+__device__ __forceinline__ void NextGroup(const Params& p, const Job& job, Cursor* c) {
+  if (++c->group == c->groups && c->window + 1 < job.windows) {
+    EnterWindow(p, job, c->window + 1, c);
+  }
+}
+
+__device__ __forceinline__ int EventRow(const Params& p, const Job& job, const Cursor& c, int e) {
+  return c.row0 + (job.dense ? e : p.ws.events[job.pair * p.num_tokens + c.row0 + e]);
+}
+__device__ __forceinline__ int FirstEvent(const Cursor& c, int group) {
+  const int e = 64 * group - c.shift;
+  return e > 0 ? e : 0;
+}
+// First owned row of group `group` of the cursor's window; its end for group == groups.
+__device__ __forceinline__ int GroupBegin(const Params& p, const Job& job, const Cursor& c,
+                                          int group) {
+  if (group == 0) return c.row0;
+  if (group >= c.groups) return c.row0 + c.rows;
+  return EventRow(p, job, c, FirstEvent(c, group));
+}
+
+}  // namespace sparsegdn::cuda::fused
+
+#endif  // SPARSEGDN_KERNELS_CUDA_FUSED_SHARED_CUH_

@@ -1,0 +1,122 @@
+// T = (I + L)^-1 of a 64 x 64 unit lower triangular matrix in shared memory, by 256 threads.
+//
+// Blocks of 16 on the diagonal by forward substitution in fp32; then 16 -> 32 -> 64 by
+// T_10 = -T_11 (L_10 T_00), products in split TF32 (three terms, about fp32). Substitution only:
+// powers of L reach 1e15 for near-collinear keys.
+#ifndef SPARSEGDN_KERNELS_CUDA_FUSED_SOLVE_CUH_
+#define SPARSEGDN_KERNELS_CUDA_FUSED_SOLVE_CUH_
+
+#include "kernels/cuda/fused_shared.cuh"
+
+namespace sparsegdn::cuda::fused {
+
+__device__ __forceinline__ uint32_t ToTf32(float x) {
+  uint32_t r;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
+  return r;
+}
+__device__ __forceinline__ void MmaTf32(float (&d)[4], const uint32_t (&a)[4],
+                                        const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// d[16, 8] = a[16, 8 steps] b[8 steps, 8], row-major in shared memory, by one warp.
+template <int kSteps>
+__device__ __forceinline__ void WarpProduct(const float* a, int a_row, const float* b, int b_row,
+                                            float (&d)[4]) {
+  const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+  d[0] = d[1] = d[2] = d[3] = 0.0f;
+#pragma unroll
+  for (int k = 0; k < 8 * kSteps; k += 8) {
+    const float x[4] = {a[g * a_row + k + c], a[(g + 8) * a_row + k + c], a[g * a_row + k + c + 4],
+                        a[(g + 8) * a_row + k + c + 4]};
+    const float y[2] = {b[(k + c) * b_row + g], b[(k + c + 4) * b_row + g]};
+    uint32_t x_high[4], x_low[4], y_high[2], y_low[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x_high[i] = ToTf32(x[i]);
+      x_low[i] = ToTf32(x[i] - __uint_as_float(x_high[i]));
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      y_high[i] = ToTf32(y[i]);
+      y_low[i] = ToTf32(y[i] - __uint_as_float(y_high[i]));
+    }
+    MmaTf32(d, x_low, y_high);
+    MmaTf32(d, x_high, y_low);
+    MmaTf32(d, x_high, y_high);
+  }
+}
+
+// Stores sign * d at to[16, 8].
+__device__ __forceinline__ void WarpStore(float* to, int row, const float (&d)[4], float sign) {
+  const int g = threadIdx.x % 32 / 4, c = 2 * (threadIdx.x % 4);
+  *reinterpret_cast<float2*>(&to[g * row + c]) = make_float2(sign * d[0], sign * d[1]);
+  *reinterpret_cast<float2*>(&to[(g + 8) * row + c]) = make_float2(sign * d[2], sign * d[3]);
+}
+
+// Inverse of the 16 x 16 diagonal blocks in place; thread t < 64 owns column t.
+__device__ __forceinline__ void InvertDiagonal(float* m, int t) {
+  const int block = t / 16, j = t % 16;
+  float* at = m + (block * 16) * kSolveRow + block * 16;
+  float x[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    float sum = i == j ? 1.0f : 0.0f;
+#pragma unroll
+    for (int l = 0; l < i; ++l) sum -= at[i * kSolveRow + l] * x[l];
+    x[i] = sum;
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 16; ++i) at[i * kSolveRow + j] = x[i];
+}
+
+// m: strictly lower L, zero elsewhere; becomes T. `adjacent` keeps only the diagonal and the first
+// sub-diagonal blocks. t is the thread's index among the 256.
+__device__ __forceinline__ void SolveInPlace(float* m, float* scratch, bool adjacent, int t) {
+  const int warp = t / 32;
+  float d[4];
+  if (t < 64) InvertDiagonal(m, t);
+  NamedBarrier(kBarrierState, kStateThreads);
+  // Blocks (1, 0), (3, 2) and, when adjacent, (2, 1): two 16 x 8 halves each.
+  const int merge = warp / 2, half = warp % 2 * 8;
+  const int row = merge == 0 ? 16 : (merge == 1 ? 48 : 32);
+  const bool merges = merge < (adjacent ? 3 : 2);
+  float* block = m + row * kSolveRow + row - 16;
+  float* scratch16 = scratch + merge * 16 * 20;
+  if (merges) {
+    const float* before = m + (row - 16) * kSolveRow + row - 16;
+    WarpProduct<2>(block, kSolveRow, before + half, kSolveRow, d);
+    WarpStore(scratch16 + half, 20, d, 1.0f);
+  }
+  NamedBarrier(kBarrierState, kStateThreads);
+  if (merges) {
+    WarpProduct<2>(m + row * kSolveRow + row, kSolveRow, scratch16 + half, 20, d);
+    WarpStore(block + half, kSolveRow, d, -1.0f);
+  }
+  if (adjacent) {
+    for (int i = t; i < 32 * 32; i += kStateThreads) {
+      const int r = i / 32, c = i % 32;
+      if (!(r < 16 && c >= 16)) m[(32 + r) * kSolveRow + c] = 0.0f;
+    }
+    NamedBarrier(kBarrierState, kStateThreads);
+    return;
+  }
+  NamedBarrier(kBarrierState, kStateThreads);
+  const int r = warp / 4 * 16, c = warp % 4 * 8;
+  WarpProduct<4>(m + (32 + r) * kSolveRow, kSolveRow, m + c, kSolveRow, d);
+  WarpStore(scratch + r * kHalfRow + c, kHalfRow, d, 1.0f);
+  NamedBarrier(kBarrierState, kStateThreads);
+  WarpProduct<4>(m + (32 + r) * kSolveRow + 32, kSolveRow, scratch + c, kHalfRow, d);
+  WarpStore(m + (32 + r) * kSolveRow + c, kSolveRow, d, -1.0f);
+  NamedBarrier(kBarrierState, kStateThreads);
+}
+
+}  // namespace sparsegdn::cuda::fused
+
+#endif  // SPARSEGDN_KERNELS_CUDA_FUSED_SOLVE_CUH_

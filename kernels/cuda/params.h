@@ -1,0 +1,83 @@
+// What the CUDA kernels read: the caller's pointers and the carved workspace, passed by value.
+#ifndef SPARSEGDN_KERNELS_CUDA_PARAMS_H_
+#define SPARSEGDN_KERNELS_CUDA_PARAMS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "sparsegdn/gdn.h"
+
+namespace sparsegdn::cuda {
+
+// A StatePool with what the kernels need of it.
+struct DeviceStates {
+  float* data;
+  int32_t slots;
+  bool value_major;
+};
+
+// Workspace arrays. `windows` and `segments` are upper bounds known to the host; the true numbers
+// stand in window_offset[num_seqs] and segment_offset[num_seqs].
+struct Workspace {
+  int32_t* window_offset;   // [num_seqs + 1] windows of the sequences before this one
+  int32_t* segment_offset;  // [num_seqs + 1] time segments of the sequences before this one
+  int32_t* state_readers;   // [segments * Hv] segments that have read their initial state
+  uint64_t* keys;           // [Hk, num_tokens] sorted PairKey + 1 per window; 0: NaN
+  int64_t* score_sum;       // [Hk, windows] sum of z over the window
+  int32_t* candidates;      // [Hk, windows] keys that are not NaN
+  int32_t* quota;           // [Hk, windows] keys to take
+  int32_t* event_count;     // [Hk, windows] events, forced ones included
+  uint16_t* events;         // [Hk, num_tokens] event rows relative to the window's first row
+  float2* gate_sum;         // [Hv, num_tokens] log2 decay since the window's start, high + low part
+  float* beta;              // [Hv, num_tokens]
+  float* q_norm;            // [Hk, num_tokens] 1 / |q|, only with normalize_qk
+  float* k_norm;            // [Hk, num_tokens]
+  int64_t windows;
+  int64_t segments;
+};
+
+struct Params {
+  GdnShape shape;
+  int32_t ratio;  // Hv / Hk
+  int64_t num_tokens;
+  int32_t num_seqs;
+  const int32_t* cu_seqlens;
+  const SequenceParams* sequences;
+  ConstTensorRef q, k, v, log_gate, beta;
+  float scale;
+  bool normalize_qk;
+  bool select_only;
+  bool states_alias;  // final states may overwrite initial ones
+  DeviceStates initial_state, final_state;
+  TensorRef o;
+  const uint8_t* mask;
+  uint8_t* mask_out;
+  int32_t* selected;
+  float* snapshots;
+  int64_t snapshot_slots;
+  int32_t* nonfinite;
+  uint32_t* status;
+  Workspace ws;
+};
+
+// Bytes of the workspace for these bounds; `carve` (may be null) receives pointers into `base`.
+size_t LayoutWorkspace(const GdnShape& shape, int64_t num_tokens, int32_t num_seqs, char* base,
+                       Workspace* carve);
+
+// Each enqueues its kernels on `stream` and returns the launch error.
+cudaError_t LaunchPlan(const Params& p, cudaStream_t stream);
+cudaError_t LaunchScores(const Params& p, cudaStream_t stream);
+cudaError_t LaunchQuota(const Params& p, cudaStream_t stream);
+cudaError_t LaunchCompact(const Params& p, cudaStream_t stream);
+cudaError_t LaunchNorms(const Params& p, cudaStream_t stream);
+cudaError_t LaunchRecurrent(const Params& p, cudaStream_t stream);
+cudaError_t LaunchFused(const Params& p, cudaStream_t stream);
+
+// True where LaunchFused takes this call (LaunchRecurrent takes every call).
+bool FusedSupports(const Params& p, int compute_capability_major);
+
+}  // namespace sparsegdn::cuda
+
+#endif  // SPARSEGDN_KERNELS_CUDA_PARAMS_H_

@@ -1,0 +1,223 @@
+// How many keys each pair of a window may take under a retention budget.
+//
+// Every pair first takes `first` keys (its lower bound); the rest of the window's budget goes down
+// the common order (normalised score down, reversed offset up, pair up) over keys of rank [first,
+// cap). The sorted keys of a pair make "keys with a score >= x" a prefix, so the cut is found by
+// bisection on the bits of the normalised fp64 score, and on reversed offsets among equal scores.
+// One block a window; a warp owns every 16th pair.
+#include "kernels/common/selection_math.h"
+#include "kernels/cuda/device_common.cuh"
+
+namespace sparsegdn::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+constexpr uint32_t kAll = 0xffffffffu;
+
+// One pair's keys; `low` and `high` bound the prefix lengths still possible.
+struct PairView {
+  const uint64_t* keys;
+  int64_t n;
+  int64_t sum;
+  __device__ uint64_t ScoreBits(int rank) const {
+    const int32_t z = selection::KeyScore(keys[rank] - 1);
+    return __double_as_longlong(selection::NormalisedScore(z, n, sum));
+  }
+};
+
+// Number of ranks in [low, high) for which `in_prefix` holds, plus low; `in_prefix` is monotone.
+template <typename Predicate>
+__device__ int WarpPartition(int low, int high, const Predicate& in_prefix) {
+  const int lane = threadIdx.x % 32;
+  while (high > low) {
+    const int step = (high - low + 31) / 32;
+    const int rank = low + lane * step;
+    const int inside = __popc(__ballot_sync(kAll, rank < high && in_prefix(rank)));
+    if (inside == 0) return low;
+    if (step == 1) return low + inside;
+    const int last = low + (inside - 1) * step;  // known inside
+    high = last + step < high ? last + step : high;
+    low = last + 1;
+  }
+  return low;
+}
+
+struct Shared {
+  int total;
+  unsigned long long low_bits, high_bits;
+};
+
+class QuotaBlock {
+ public:
+  __device__ QuotaBlock(const Params& p, const Window& w, int window, Shared* shared)
+      : p_(p), shared_(shared), window_(window) {
+    const SequenceParams& s = p.sequences[w.seq];
+    const auto free =
+        selection::NonForced(w.position, w.position + w.length, s.prompt_tokens, s.budget);
+    n_ = free.end - free.begin;
+    row_ = w.begin + (free.begin - w.position);
+    limits_ = selection::ComputeWindowLimits(s.budget, n_, p.shape.num_k_heads);
+  }
+
+  __device__ void Run() {
+    int first_sum = 0, room = 0;
+    ForPairs([&](int pair) {
+      first_sum += First(pair);
+      room += Cap(pair) - First(pair);
+    });
+    first_sum = Total(first_sum);
+    room = Total(room);
+    const int64_t rest = limits_.total - first_sum;
+    if (rest <= 0) {
+      ForPairs([&](int pair) { Set(pair, First(pair)); });
+    } else if (room <= rest) {
+      ForPairs([&](int pair) { Set(pair, Cap(pair)); });
+    } else {
+      Cut(static_cast<int>(rest));
+    }
+  }
+
+ private:
+  template <typename Body>
+  __device__ void ForPairs(const Body& body) {
+    for (int pair = threadIdx.x / 32; pair < p_.shape.num_k_heads; pair += kWarps) body(pair);
+  }
+  __device__ int64_t Slot(int pair) const { return pair * p_.ws.windows + window_; }
+  __device__ int Candidates(int pair) const { return p_.ws.candidates[Slot(pair)]; }
+  __device__ int First(int pair) const {
+    return ::min(static_cast<int>(limits_.lo), Candidates(pair));
+  }
+  __device__ int Cap(int pair) const {
+    return ::min(static_cast<int>(limits_.hi), Candidates(pair));
+  }
+  __device__ PairView View(int pair) const {
+    return {p_.ws.keys + pair * p_.num_tokens + row_, n_, p_.ws.score_sum[Slot(pair)]};
+  }
+  __device__ void Set(int pair, int count) {
+    if (threadIdx.x % 32 == 0) p_.ws.quota[Slot(pair)] = count;
+  }
+  // Sum over the block of one value per warp.
+  __device__ int Total(int warp_value) {
+    __syncthreads();
+    if (threadIdx.x == 0) shared_->total = 0;
+    __syncthreads();
+    if (threadIdx.x % 32 == 0 && warp_value != 0) atomicAdd(&shared_->total, warp_value);
+    __syncthreads();
+    return shared_->total;
+  }
+
+  // Prefix of `pair` with score bits >= bits, within [First, Cap].
+  __device__ int AtLeast(int pair, uint64_t bits) {
+    const PairView view = View(pair);
+    return WarpPartition(First(pair), Cap(pair),
+                         [&](int rank) { return view.ScoreBits(rank) >= bits; });
+  }
+  __device__ int CountAtLeast(uint64_t bits) {
+    int count = 0;
+    ForPairs([&](int pair) { count += AtLeast(pair, bits) - First(pair); });
+    return Total(count);
+  }
+
+  // Takes exactly `rest` keys, 0 < rest < room.
+  __device__ void Cut(int rest) {
+    Bracket();
+    uint64_t low = shared_->low_bits, high = shared_->high_bits + 1;
+    while (high - low > 1) {  // CountAtLeast(low) >= rest > CountAtLeast(high)
+      const uint64_t mid = low + (high - low) / 2;
+      const int count = CountAtLeast(mid);
+      if (count == rest) {
+        ForPairs([&](int pair) { Set(pair, AtLeast(pair, mid)); });
+        return;
+      }
+      if (count > rest) {
+        low = mid;
+      } else {
+        high = mid;
+      }
+    }
+    CutTies(rest - CountAtLeast(high), low, high);
+  }
+
+  // Smallest and largest score bits among the ranks in question.
+  __device__ void Bracket() {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      shared_->low_bits = ~0ull;
+      shared_->high_bits = 0;
+    }
+    __syncthreads();
+    ForPairs([&](int pair) {
+      if (threadIdx.x % 32 != 0 || Cap(pair) <= First(pair)) return;
+      const PairView view = View(pair);
+      atomicMin(&shared_->low_bits, static_cast<unsigned long long>(view.ScoreBits(Cap(pair) - 1)));
+      atomicMax(&shared_->high_bits, static_cast<unsigned long long>(view.ScoreBits(First(pair))));
+    });
+    __syncthreads();
+  }
+
+  // Prefix of `pair` that holds its scores >= high and, of those equal to low, the reversed offsets
+  // below `reversed`.
+  __device__ int TiesBelow(int pair, uint64_t low, uint64_t high, uint32_t reversed) {
+    const PairView view = View(pair);
+    return WarpPartition(AtLeast(pair, high), AtLeast(pair, low), [&](int rank) {
+      return selection::BitReverseOffset(selection::KeyOffset(view.keys[rank] - 1)) < reversed;
+    });
+  }
+
+  // Takes `rest` keys of score `low` on top of all those above it.
+  __device__ void CutTies(int rest, uint64_t low, uint64_t high) {
+    uint32_t from = 0, to = static_cast<uint32_t>(kWindow);  // ties below `from` <= rest
+    while (to - from > 1) {
+      const uint32_t mid = (from + to) / 2;
+      int count = 0;
+      ForPairs([&](int pair) { count += TiesBelow(pair, low, high, mid) - AtLeast(pair, high); });
+      if (Total(count) <= rest) {
+        from = mid;
+      } else {
+        to = mid;
+      }
+    }
+    int below = 0;
+    ForPairs([&](int pair) {
+      const int end = TiesBelow(pair, low, high, from);
+      below += end - AtLeast(pair, high);
+      Set(pair, end);
+    });
+    rest -= Total(below);
+    __syncthreads();
+    if (threadIdx.x / 32 != 0) return;
+    for (int pair = 0; pair < p_.shape.num_k_heads && rest > 0; ++pair) {  // same offset: by pair
+      if (TiesBelow(pair, low, high, from + 1) > TiesBelow(pair, low, high, from)) {
+        Set(pair, TiesBelow(pair, low, high, from + 1));
+        --rest;
+      }
+    }
+  }
+
+  const Params& p_;
+  Shared* shared_;
+  int window_;
+  int64_t n_, row_;
+  selection::WindowLimits limits_;
+};
+
+__global__ void __launch_bounds__(kThreads) QuotaKernel(Params p) {
+  __shared__ Shared shared;
+  const int window = blockIdx.x;
+  if (window >= p.ws.window_offset[p.num_seqs]) return;
+  const int seq = FindOwner(p.ws.window_offset, p.num_seqs, window);
+  if (p.sequences[seq].budget.mode != BudgetMode::kRetention) return;
+  QuotaBlock block(p, GetWindow(p, seq, window - p.ws.window_offset[seq]), window, &shared);
+  block.Run();
+}
+
+}  // namespace
+
+cudaError_t LaunchQuota(const Params& p, cudaStream_t stream) {
+  if (p.mask != nullptr || p.ws.windows == 0) return cudaSuccess;
+  QuotaKernel<<<static_cast<unsigned>(p.ws.windows), kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace sparsegdn::cuda

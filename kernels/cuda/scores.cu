@@ -1,0 +1,291 @@
+// Scores of one window of one head pair, sorted; and the gate sums of one window of 16 value heads.
+//
+// Both kinds of block share one launch. A score block reads beta (and v for WRITE_NORM) and writes
+// the window's keys in descending order, 8 bytes a token and pair. A gate block turns log_gate into
+// running fp64 sums, kept as an exact pair of floats in log2 units, and transposes beta: 12 bytes a
+// token and value head.
+#include "kernels/common/selection_math.h"
+#include "kernels/cuda/device_common.cuh"
+
+namespace sparsegdn::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kGateHeads = 16;
+constexpr int kGateTile = 256;                           // tokens
+constexpr int kGateRow = kGateTile + kGateTile / 8 + 1;  // padded against bank conflicts
+constexpr double kLog2E = 1.4426950408889634;
+
+union Scratch {
+  uint64_t keys[kWindow];
+  float gates[2][kGateHeads][kGateRow];
+};
+
+// |v| by one warp, with the bits of selection::RowNorm.
+__device__ float WarpRowNorm(const Params& p, int64_t token, int head) {
+  const int lane = threadIdx.x % 32;
+  float sum = 0.0f;
+  for (int i = lane; i < p.shape.head_dim_v; i += 32) {
+    const float x = LoadElement(p.v, token, head, i);
+    sum = selection::AddRn(sum, selection::MulRn(x, x));
+  }
+  for (int half = 16; half > 0; half /= 2) {
+    sum = selection::AddRn(sum, __shfl_xor_sync(0xffffffffu, sum, half));
+  }
+  return selection::SqrtRn(sum);
+}
+
+__device__ uint64_t StoredKey(float score, uint32_t offset) {
+  const int32_t z = selection::FixedScore(score);
+  return z == selection::kNeverSelected ? 0 : selection::PairKey(z, offset) + 1;
+}
+
+// keys[i] for the window's free tokens i in [0, n).
+__device__ void FillKeys(const Params& p, Selector selector, int64_t row, uint32_t offset, int n,
+                         int pair, uint64_t* keys) {
+  const int h0 = pair * p.ratio;
+  if (selector == Selector::kBeta) {
+    for (int i = threadIdx.x; i < n; i += kThreads) {
+      float s = LoadElement(p.beta, row + i, h0, 0);
+      for (int h = 1; h < p.ratio; ++h) {
+        s = selection::CombineScores(s, LoadElement(p.beta, row + i, h0 + h, 0));
+      }
+      keys[i] = StoredKey(s, offset + i);
+    }
+    return;
+  }
+  for (int i = threadIdx.x / 32; i < n; i += kThreads / 32) {
+    float s = 0.0f;
+    for (int h = 0; h < p.ratio; ++h) {
+      const float beta = LoadElement(p.beta, row + i, h0 + h, 0);
+      const float x = selection::MulRn(beta, WarpRowNorm(p, row + i, h0 + h));
+      s = h == 0 ? x : selection::CombineScores(s, x);
+    }
+    if (threadIdx.x % 32 == 0) keys[i] = StoredKey(s, offset + i);
+  }
+}
+
+// Bitonic sort of keys[0, size), descending; size is a power of two >= 64.
+__device__ void SortDescending(uint64_t* keys, int size) {
+  for (int block = 2; block <= size; block *= 2) {
+    for (int stride = block / 2; stride > 0; stride /= 2) {
+      for (int i = threadIdx.x; i < size / 2; i += kThreads) {
+        const int a = 2 * i - (i & (stride - 1));
+        const bool down = (a & block) == 0;
+        const uint64_t x = keys[a], y = keys[a + stride];
+        if ((x < y) == down) {
+          keys[a] = y;
+          keys[a + stride] = x;
+        }
+      }
+      __syncthreads();
+    }
+  }
+}
+
+// Sum over the block, returned to every thread.
+__device__ uint64_t BlockSum(uint64_t x, uint64_t* scratch) {
+  x = WarpSum(x);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+  __syncthreads();
+  uint64_t sum = 0;
+  for (int w = 0; w < kThreads / 32; ++w) sum += scratch[w];
+  return sum;
+}
+
+__device__ uint64_t Square(uint64_t stored) {
+  const uint64_t z = stored == 0 ? 0 : selection::KeyScore(stored - 1);
+  return z * z;
+}
+
+// Length of the shortest prefix of the sorted keys whose sum of z^2 reaches tau of the total.
+__device__ int CoveragePrefix(const uint64_t* keys, int size, double tau, uint64_t* scratch) {
+  const int per_thread = size / kThreads > 0 ? size / kThreads : 1;
+  const int first = threadIdx.x * per_thread;
+  uint64_t own = 0;
+  for (int i = first; i < first + per_thread && i < size; ++i) own += Square(keys[i]);
+  const uint64_t target = selection::CoverageTarget(tau, BlockSum(own, scratch));
+  uint64_t before = own;
+  for (int d = 1; d < 32; d *= 2) {
+    const uint64_t y = __shfl_up_sync(0xffffffffu, before, d);
+    if (threadIdx.x % 32 >= d) before += y;
+  }
+  before -= own;
+  for (int w = 0; w < threadIdx.x / 32; ++w) before += scratch[w];
+  uint64_t taken = 0;
+  for (int i = first; i < first + per_thread && i < size; ++i) {
+    if (before < target && keys[i] != 0) ++taken;
+    before += Square(keys[i]);
+  }
+  return static_cast<int>(BlockSum(taken, scratch));
+}
+
+__device__ void ScoreBlock(const Params& p, int window, int pair, uint64_t* keys) {
+  __shared__ uint64_t scratch[kThreads / 32];
+  const int seq = FindOwner(p.ws.window_offset, p.num_seqs, window);
+  if (IsDense(p, seq)) return;
+  const SequenceParams& s = p.sequences[seq];
+  const Window w = GetWindow(p, seq, window - p.ws.window_offset[seq]);
+  const auto free =
+      selection::NonForced(w.position, w.position + w.length, s.prompt_tokens, s.budget);
+  const int n = static_cast<int>(free.end - free.begin);
+  const int64_t row = w.begin + (free.begin - w.position);
+  int size = 64;
+  while (size < n) size *= 2;
+  FillKeys(p, s.budget.selector, row, static_cast<uint32_t>(free.begin % kWindow), n, pair, keys);
+  for (int i = n + threadIdx.x; i < size; i += kThreads) keys[i] = 0;
+  __syncthreads();
+  SortDescending(keys, size);
+  uint64_t sum = 0, valid = 0;
+  for (int i = threadIdx.x; i < n; i += kThreads) {
+    p.ws.keys[pair * p.num_tokens + row + i] = keys[i];
+    if (keys[i] != 0) {
+      sum += selection::KeyScore(keys[i] - 1);
+      ++valid;
+    }
+  }
+  sum = BlockSum(sum, scratch);
+  valid = BlockSum(valid, scratch);
+  int quota = 0;
+  if (s.budget.mode == BudgetMode::kCoverage) {
+    const auto limits = selection::ComputeWindowLimits(s.budget, n, p.shape.num_k_heads);
+    int64_t count = CoveragePrefix(keys, size, s.budget.coverage, scratch);
+    count = count < limits.lo ? limits.lo : count;
+    count = count > limits.hi ? limits.hi : count;
+    quota = static_cast<int>(count < static_cast<int64_t>(valid) ? count : valid);
+  }
+  if (threadIdx.x == 0) {
+    const int64_t slot = pair * p.ws.windows + window;
+    p.ws.score_sum[slot] = static_cast<int64_t>(sum);
+    p.ws.candidates[slot] = static_cast<int>(valid);
+    p.ws.quota[slot] = quota;
+  }
+}
+
+// x as high + low, exact to 48 bits.
+__device__ float2 SplitDouble(double x) {
+  const float high = static_cast<float>(x);
+  return make_float2(high, static_cast<float>(x - static_cast<double>(high)));
+}
+
+__device__ void LoadGateTile(const Params& p, const Window& w, int base, int head0,
+                             Scratch* scratch) {
+  const int i = threadIdx.x / 2;
+  const int slot = i + i / 8;
+  bool bad = false;
+  for (int j = 0; j < kGateHeads / 2; ++j) {
+    const int local = (threadIdx.x % 2) * (kGateHeads / 2) + j;
+    float gate = 0.0f, beta = 0.0f;
+    if (base + i < w.length && head0 + local < p.shape.num_v_heads) {
+      gate = LoadElement(p.log_gate, w.begin + base + i, head0 + local, 0);
+      beta = LoadElement(p.beta, w.begin + base + i, head0 + local, 0);
+      bad = bad || beta < 0.0f || beta > 1.0f;
+    }
+    scratch->gates[0][local][slot] = selection::ClampGate(gate);
+    scratch->gates[1][local][slot] = beta;
+  }
+  if (bad && p.status != nullptr) atomicOr(p.status, kStatusBetaOutOfRange);
+}
+
+// One warp sums one head of the tile; returns the carry into the next tile.
+__device__ double SumGateTile(const Params& p, const Window& w, int base, int head, int local,
+                              double carry, const Scratch& scratch) {
+  const int lane = threadIdx.x % 32;
+  float2* out = p.ws.gate_sum + head * p.num_tokens + w.begin + base;
+  float* beta_out = p.ws.beta + head * p.num_tokens + w.begin + base;
+  double own[8];
+  double sum = 0.0;
+  for (int i = 0; i < 8; ++i) {
+    sum += static_cast<double>(scratch.gates[0][local][lane * 9 + i]);
+    own[i] = sum;
+  }
+  double before = sum;
+  for (int d = 1; d < 32; d *= 2) {
+    const double y = __shfl_up_sync(0xffffffffu, before, d);
+    if (lane >= d) before += y;
+  }
+  const double total = __shfl_sync(0xffffffffu, before, 31);
+  before += carry - sum;
+  for (int i = 0; i < 8; ++i) {
+    if (base + lane * 8 + i < w.length) out[lane * 8 + i] = SplitDouble((before + own[i]) * kLog2E);
+  }
+  for (int i = lane; i < kGateTile; i += 32) {
+    if (base + i < w.length) beta_out[i] = scratch.gates[1][local][i + i / 8];
+  }
+  return carry + total;
+}
+
+__device__ void GateBlock(const Params& p, int window, int head0, Scratch* scratch) {
+  const int seq = FindOwner(p.ws.window_offset, p.num_seqs, window);
+  const Window w = GetWindow(p, seq, window - p.ws.window_offset[seq]);
+  const int local = threadIdx.x / 32;
+  double carry = 0.0;
+  for (int base = 0; base < w.length; base += kGateTile) {
+    __syncthreads();
+    LoadGateTile(p, w, base, head0, scratch);
+    __syncthreads();
+    if (head0 + local < p.shape.num_v_heads) {
+      carry = SumGateTile(p, w, base, head0 + local, local, carry, *scratch);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) ScoresKernel(Params p, int64_t score_blocks) {
+  __shared__ Scratch scratch;
+  const int windows = p.ws.window_offset[p.num_seqs];
+  int64_t block = blockIdx.x;
+  if (block < score_blocks) {
+    const int window = static_cast<int>(block / p.shape.num_k_heads);
+    if (window >= windows) return;
+    ScoreBlock(p, window, static_cast<int>(block % p.shape.num_k_heads), scratch.keys);
+    return;
+  }
+  block -= score_blocks;
+  const int head_blocks = (p.shape.num_v_heads + kGateHeads - 1) / kGateHeads;
+  const int window = static_cast<int>(block / head_blocks);
+  if (window >= windows) return;
+  GateBlock(p, window, static_cast<int>(block % head_blocks) * kGateHeads, &scratch);
+}
+
+// 1 / sqrt(sum x^2 + 1e-6) of each row of q and k; one warp a row.
+__global__ void __launch_bounds__(256) NormsKernel(Params p) {
+  const int64_t row = blockIdx.x * int64_t{8} + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int64_t token = row / p.shape.num_k_heads;
+  const int pair = static_cast<int>(row % p.shape.num_k_heads);
+  if (token >= p.cu_seqlens[p.num_seqs] || token >= p.num_tokens) return;
+  float q2 = 0.0f, k2 = 0.0f;
+  for (int i = lane; i < p.shape.head_dim_k; i += 32) {
+    const float q = LoadElement(p.q, token, pair, i), k = LoadElement(p.k, token, pair, i);
+    q2 += q * q;
+    k2 += k * k;
+  }
+  q2 = WarpSum(q2);
+  k2 = WarpSum(k2);
+  if (lane == 0) {
+    p.ws.q_norm[pair * p.num_tokens + token] = 1.0f / sqrtf(q2 + 1e-6f);
+    p.ws.k_norm[pair * p.num_tokens + token] = 1.0f / sqrtf(k2 + 1e-6f);
+  }
+}
+
+}  // namespace
+
+cudaError_t LaunchScores(const Params& p, cudaStream_t stream) {
+  const int64_t score_blocks = p.mask != nullptr ? 0 : p.ws.windows * p.shape.num_k_heads;
+  const int64_t head_blocks = (p.shape.num_v_heads + kGateHeads - 1) / kGateHeads;
+  const int64_t gate_blocks = p.select_only ? 0 : p.ws.windows * head_blocks;
+  const int64_t blocks = score_blocks + gate_blocks;
+  if (blocks == 0) return cudaSuccess;
+  ScoresKernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p, score_blocks);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchNorms(const Params& p, cudaStream_t stream) {
+  const int64_t rows = p.num_tokens * p.shape.num_k_heads;
+  if (rows == 0) return cudaSuccess;
+  NormsKernel<<<static_cast<unsigned>((rows + 7) / 8), 256, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace sparsegdn::cuda
