@@ -1,0 +1,63 @@
+{{- define "sparsegdn.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "sparsegdn.selector" -}}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "sparsegdn.labels" -}}
+{{ include "sparsegdn.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- define "sparsegdn.image" -}}
+{{- $tag := default .Chart.AppVersion .Values.image.tag -}}
+{{- if and .Values.gpu.enabled (not .Values.image.tag) -}}
+{{- $tag = printf "%s-cuda" $tag -}}
+{{- end -}}
+{{ .Values.image.repository }}:{{ $tag }}
+{{- end -}}
+
+{{- define "sparsegdn.modelDir" -}}
+{{ .Values.model.mountPath }}
+{{- end -}}
+
+{{- define "sparsegdn.drainSeconds" -}}
+{{- add .Values.drain.longestPrefillSeconds .Values.drain.transferSeconds -}}
+{{- end -}}
+
+{{- /* Above preStop plus the longest prefill, its transfer and the exit. */ -}}
+{{- define "sparsegdn.graceSeconds" -}}
+{{- add .Values.drain.preStopSeconds (include "sparsegdn.drainSeconds" . | int) .Values.drain.exitSeconds -}}
+{{- end -}}
+
+{{- /* What the chart knows wins over .Values.config, which the schema keeps from naming it. */ -}}
+{{- define "sparsegdn.config" -}}
+{{- $own := dict
+  "listen" (printf "0.0.0.0:%d" (int .Values.ports.grpc))
+  "metrics_listen" (printf "0.0.0.0:%d" (int .Values.ports.http))
+  "drain_seconds" (include "sparsegdn.drainSeconds" . | int)
+  "model" (dict "dir" (include "sparsegdn.modelDir" .)
+                "backend" (ternary "cuda" "cpu" .Values.gpu.enabled)) -}}
+{{- if .Values.tls.secretName -}}
+{{- $tls := dict "cert" "/etc/sparsegdn/tls/tls.crt" "key" "/etc/sparsegdn/tls/tls.key" -}}
+{{- if .Values.tls.clientCaSecretName -}}
+{{- $_ := set $tls "client_ca" "/etc/sparsegdn/client-ca/ca.crt" -}}
+{{- end -}}
+{{- $_ := set $own "tls" $tls -}}
+{{- end -}}
+{{- mergeOverwrite (deepCopy .Values.config) $own | toPrettyJson -}}
+{{- end -}}
