@@ -195,6 +195,11 @@ absl::Status ValidateArgs(const GdnForwardArgs& args, EntryPoint entry) {
   if (args.snapshot_slots > 0 && args.snapshots == nullptr) {
     return Bad("snapshots", "null with snapshot_slots > 0", "a pointer");
   }
+  if (args.initial_state.data != nullptr && args.initial_state.data == args.final_state.data &&
+      args.initial_state.layout != args.final_state.layout) {
+    return absl::InvalidArgumentError(
+        "final_state.layout differs from initial_state.layout, must be equal in one pool");
+  }
   if (!(std::isfinite(args.scale) && args.scale >= 0.0f)) {
     return Bad("scale", args.scale, "finite and >= 0");
   }
