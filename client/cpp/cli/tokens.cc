@@ -15,6 +15,8 @@
 namespace sparsegdn::cli {
 namespace {
 
+constexpr int64_t kMaxToken = std::numeric_limits<int32_t>::max();
+
 absl::StatusOr<std::vector<int32_t>> ParseText(const std::string& bytes) {
   std::vector<int32_t> tokens;
   constexpr char kSeparators[] = " \t\r\n\v\f,";
@@ -38,9 +40,11 @@ absl::StatusOr<std::vector<int32_t>> ParseJson(const std::string& bytes) {
   if (!list.is_array()) return UsageError("the token input is not a JSON list");
   std::vector<int32_t> tokens;
   for (const nlohmann::json& item : list) {
+    // A number above int64 is unsigned here and would turn negative.
     const bool in_range = item.is_number_integer() &&
+                          !(item.is_number_unsigned() && item.get<uint64_t>() > kMaxToken) &&
                           item.get<int64_t>() >= std::numeric_limits<int32_t>::min() &&
-                          item.get<int64_t>() <= std::numeric_limits<int32_t>::max();
+                          item.get<int64_t>() <= kMaxToken;
     if (!in_range) {
       return UsageError(absl::StrCat("token ", tokens.size(), " is ", item.dump().substr(0, 40),
                                      ", must be a 32-bit integer"));

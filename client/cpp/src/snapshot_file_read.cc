@@ -114,7 +114,7 @@ bool ParseTensor(const Json& meta, const Json& header, v1::TensorInfo* info, uin
                  uint64_t* hash) {
   int64_t layer = 0, position = 0;
   if (!meta.is_object() || !Integer(meta, "layer", &layer) ||
-      !Integer(meta, "position", &position)) {
+      !Integer(meta, "position", &position) || layer != static_cast<int32_t>(layer)) {
     return false;
   }
   info->set_name(Text(meta, "name"));

@@ -32,8 +32,8 @@ namespace sparsegdn::client {
 
 struct ConnectOptions {
   // "host:port" (resolved as dns:///host:port, so that every address is used) or any gRPC URI.
-  std::string target;
-  std::shared_ptr<grpc::ChannelCredentials> credentials;  // null: plain text
+  std::string target = {};
+  std::shared_ptr<grpc::ChannelCredentials> credentials = nullptr;  // null: plain text
   int max_receive_message_bytes = 64 << 20;
   // A call is retried transparently (server lost before it saw the call) only while its request
   // fits: gRPC's own default, 256 KiB, is a prompt of 64K tokens.

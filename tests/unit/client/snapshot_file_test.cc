@@ -1,0 +1,180 @@
+// Goal: a snapshot file reads back bit for bit or not at all, and a failed write leaves nothing.
+// Method: round trips; every single-byte change of a file must be an error or change nothing.
+#include "sparsegdn/client/snapshot_file.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <random>
+
+#include "fake_service.h"
+#include "sparsegdn/client/status.h"
+
+namespace sparsegdn::client {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::GoodBytes;
+using testing::GoodManifest;
+
+Snapshot GoodSnapshot() {
+  std::vector<Buffer> data;
+  const v1::Manifest manifest = GoodManifest();
+  for (int i = 0; i < manifest.tensors_size(); ++i) {
+    const std::string bytes = GoodBytes(manifest, i);
+    data.push_back(*Buffer::Allocate(bytes.size()));
+    std::copy(bytes.begin(), bytes.end(), data.back().data());
+  }
+  return *Snapshot::Create(manifest, std::move(data));
+}
+
+v1::Result GoodResult() { return testing::GoodEvents().back().result(); }
+
+std::string ReadBytes(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return std::string(std::istreambuf_iterator<char>(file), {});
+}
+
+void WriteBytes(const fs::path& path, const std::string& bytes) {
+  std::ofstream(path, std::ios::binary).write(bytes.data(), static_cast<int64_t>(bytes.size()));
+}
+
+class SnapshotFileTest : public ::testing::Test {
+ protected:
+  SnapshotFileTest()
+      : folder_(fs::path(::testing::TempDir()) / ("snapshot" + std::to_string(getpid()))) {
+    fs::remove_all(folder_);
+    fs::create_directories(folder_);
+  }
+  ~SnapshotFileTest() override { fs::remove_all(folder_); }
+
+  std::string Path(const std::string& name) const { return (folder_ / name).string(); }
+  int Files() const { return static_cast<int>(std::distance(fs::directory_iterator(folder_), {})); }
+
+  fs::path folder_;
+};
+
+void ExpectSame(const Snapshot& a, const Snapshot& b) {
+  ASSERT_EQ(a.manifest().SerializeAsString(), b.manifest().SerializeAsString());
+  EXPECT_EQ(a.digest(), b.digest());
+  for (int i = 0; i < a.size(); ++i) EXPECT_EQ(a.data(i), b.data(i)) << i;
+}
+
+TEST_F(SnapshotFileTest, RoundTrip) {
+  const Snapshot snapshot = GoodSnapshot();
+  const v1::Result result = GoodResult();
+  ASSERT_TRUE(WriteSnapshotFile(Path("s"), snapshot, &result).ok());
+  const auto file = ReadSnapshotFile(Path("s"));
+  ASSERT_TRUE(file.ok()) << file.status();
+  ExpectSame(snapshot, file->snapshot);
+  ASSERT_TRUE(file->result.has_value());
+  EXPECT_EQ(file->result->SerializeAsString(), result.SerializeAsString());
+  EXPECT_EQ(Files(), 1);
+}
+
+TEST_F(SnapshotFileTest, TensorsAreAlignedToTheirElements) {
+  ASSERT_TRUE(WriteSnapshotFile(Path("s"), GoodSnapshot()).ok());
+  const std::string bytes = ReadBytes(Path("s"));
+  uint64_t length = 0;
+  for (int i = 7; i >= 0; --i) length = length << 8 | static_cast<unsigned char>(bytes[i]);
+  EXPECT_EQ(length % 8, 0u);
+  // The fp8 state comes first in the manifest and last in the data section.
+  const std::string fp8 = GoodBytes(GoodManifest(), 0);
+  EXPECT_EQ(bytes.substr(bytes.size() - fp8.size()), fp8);
+}
+
+TEST_F(SnapshotFileTest, ReplacesAnOlderFile) {
+  WriteBytes(Path("s"), "old");
+  ASSERT_TRUE(WriteSnapshotFile(Path("s"), GoodSnapshot()).ok());
+  EXPECT_TRUE(ReadSnapshotFile(Path("s")).ok());
+  EXPECT_EQ(Files(), 1);
+}
+
+TEST_F(SnapshotFileTest, EveryByteChangeIsSeenOrHarmless) {
+  const Snapshot snapshot = GoodSnapshot();
+  const v1::Result result = GoodResult();
+  ASSERT_TRUE(WriteSnapshotFile(Path("s"), snapshot, &result).ok());
+  const std::string good = ReadBytes(Path("s"));
+  std::mt19937 random(1);
+  int seen = 0;
+  for (size_t i = 0; i < good.size(); ++i) {
+    std::string bad = good;
+    bad[i] ^= static_cast<char>(1 + random() % 255);
+    WriteBytes(Path("bad"), bad);
+    const auto file = ReadSnapshotFile(Path("bad"));
+    if (!file.ok()) {
+      ++seen;
+      EXPECT_EQ(DetailsOf(file.status()).reason.rfind("FILE_", 0), 0u) << file.status();
+      continue;
+    }
+    ExpectSame(snapshot, file->snapshot);
+    ASSERT_TRUE(file->result.has_value()) << i;
+    EXPECT_EQ(file->result->SerializeAsString(), result.SerializeAsString()) << i;
+  }
+  EXPECT_GT(seen, static_cast<int>(good.size() * 9 / 10));
+}
+
+TEST_F(SnapshotFileTest, EveryTruncationIsSeen) {
+  ASSERT_TRUE(WriteSnapshotFile(Path("s"), GoodSnapshot()).ok());
+  const std::string good = ReadBytes(Path("s"));
+  for (size_t size = 0; size < good.size(); size += 7) {
+    WriteBytes(Path("bad"), good.substr(0, size));
+    EXPECT_FALSE(ReadSnapshotFile(Path("bad")).ok()) << size;
+  }
+  WriteBytes(Path("bad"), good + "x");
+  EXPECT_EQ(DetailsOf(ReadSnapshotFile(Path("bad")).status()).reason, "FILE_CORRUPT");
+}
+
+TEST_F(SnapshotFileTest, OtherFilesAreRefused) {
+  EXPECT_EQ(ReadSnapshotFile(Path("none")).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(DetailsOf(ReadSnapshotFile(folder_.string()).status()).reason, "FILE_FORMAT");
+  const std::string header = R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})";
+  std::string plain(8, '\0');
+  plain[0] = static_cast<char>(header.size());
+  WriteBytes(Path("plain"), plain + header + "abcd");
+  EXPECT_EQ(DetailsOf(ReadSnapshotFile(Path("plain")).status()).reason, "FILE_FORMAT");
+}
+
+TEST_F(SnapshotFileTest, LargerThanAllowedIsRefused) {
+  ASSERT_TRUE(WriteSnapshotFile(Path("s"), GoodSnapshot()).ok());
+  EXPECT_EQ(DetailsOf(ReadSnapshotFile(Path("s"), 100).status()).reason, "SNAPSHOT_TOO_LARGE");
+}
+
+TEST_F(SnapshotFileTest, MissingFolderAndFolderAsTarget) {
+  const auto missing = WriteSnapshotFile(Path("no/such/s"), GoodSnapshot());
+  EXPECT_EQ(DetailsOf(missing).reason, "FILE_IO");
+  const auto folder = WriteSnapshotFile(folder_.string(), GoodSnapshot());
+  EXPECT_EQ(DetailsOf(folder).reason, "FILE_IO") << folder;
+  EXPECT_EQ(Files(), 0);
+}
+
+// A write that fails half-way, as on a full disk: the limit makes the kernel refuse after 2,048
+// bytes. In a child, because the limit cannot be raised again by an ordinary user.
+TEST_F(SnapshotFileTest, FailedWriteLeavesTheOldFile) {
+  WriteBytes(Path("s"), "old");
+  const pid_t child = fork();
+  if (child == 0) {
+    signal(SIGXFSZ, SIG_IGN);
+    const rlimit limit{2048, 2048};
+    setrlimit(RLIMIT_FSIZE, &limit);
+    const absl::Status status = WriteSnapshotFile(Path("s"), GoodSnapshot());
+    _exit(status.code() == absl::StatusCode::kResourceExhausted &&
+                  DetailsOf(status).reason == "FILE_IO"
+              ? 0
+              : 1);
+  }
+  int exit_status = -1;
+  waitpid(child, &exit_status, 0);
+  EXPECT_EQ(exit_status, 0);
+  EXPECT_EQ(ReadBytes(Path("s")), "old");
+  EXPECT_EQ(Files(), 1);
+}
+
+}  // namespace
+}  // namespace sparsegdn::client
