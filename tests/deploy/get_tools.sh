@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Unpacks what the deploy tests need under build/, without installing anything on the machine:
-#   build/tools/prometheus   promtool and prometheus, from the Debian package `prometheus`
-#   build/deploy-tools       Python packages: Helm's own library, the Kubernetes schemas, PyYAML
+#   build/tools/prometheus      promtool and prometheus, from the Debian package `prometheus`
+#   build/tools/docker-compose  for the compose schema that it carries
+#   build/deploy-tools          Python packages: Helm's own library, the Kubernetes schemas, PyYAML
 # Exit 77 (skipped) with the reason when a download is refused; what is already there is kept.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -35,6 +36,9 @@ unpack_deb() {
 
 unpack_deb prometheus "$PWD/build/tools/prometheus" ||
   skip "the Debian package prometheus (promtool) cannot be downloaded"
+
+unpack_deb docker-compose "$PWD/build/tools/docker-compose" ||
+  skip "the Debian package docker-compose (the compose schema) cannot be downloaded"
 
 wanted="${pip_packages[*]}"
 site=build/deploy-tools
