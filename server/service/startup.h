@@ -1,0 +1,39 @@
+// What main.cc says and decides at start and at the end: exit codes, messages, what the model
+// loader is asked for.
+#ifndef SPARSEGDN_SERVER_SERVICE_STARTUP_H_
+#define SPARSEGDN_SERVER_SERVICE_STARTUP_H_
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "server/engine/engine.h"
+#include "server/model/load_model.h"
+#include "server/service/config.h"
+#include "server/service/server.h"
+
+namespace sparsegdn::service {
+
+// Documented in docs/operations.md and in --help.
+enum class ExitCode : int {
+  kDrained = 0,
+  kInternal = 1,
+  kConfig = 2,
+  kModel = 3,
+  kListen = 4,
+  kDevice = 5
+};
+
+std::string VersionText();
+model::LoadOptions ToLoadOptions(const ServerConfig& config);
+
+// On standard output, because --listen may ask for any free port.
+void AnnouncePorts(const Server& server);
+// The model and the effective default budget.
+void LogServing(const ServerConfig& config, const engine::Engine& engine);
+// Print why on standard error and log it.
+ExitCode ReportLoadFailure(const absl::Status& status);
+ExitCode ReportListenFailure(const absl::Status& status);
+
+}  // namespace sparsegdn::service
+
+#endif  // SPARSEGDN_SERVER_SERVICE_STARTUP_H_
