@@ -27,14 +27,14 @@ absl::Status CheckKeep(const char* field, const std::optional<int64_t>& value) {
 
 absl::Status CheckUnused(const char* field, bool given, const char* mode) {
   if (!given) return absl::OkStatus();
-  return Invalid(field, absl::StrCat("given, but mode ", mode, " does not use it"));
+  return Invalid(field, absl::StrCat("got a value, wanted none: mode ", mode, " does not use it"));
 }
 
 absl::StatusOr<BudgetMode> ResolveMode(const BudgetOverrides& o, BudgetMode fallback) {
   if (o.mode) return *o.mode;
   if (o.retention && o.coverage) {
     return Invalid("budget.mode",
-                   "absent, but both retention and coverage are given; wanted one of them");
+                   "got both retention and coverage without a mode, wanted one of them");
   }
   if (o.retention) return BudgetMode::kRetention;
   if (o.coverage) return BudgetMode::kCoverage;

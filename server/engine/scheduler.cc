@@ -26,9 +26,10 @@ std::vector<size_t> AdmissionOrder(std::span<const Waiting> waiting, int64_t now
 
 std::vector<size_t> PackStep(std::span<const Runnable> running, int64_t step,
                              const StepLimits& limits) {
+  const int64_t span = AgingSteps(running.size());
   const std::vector<size_t> order = SortedBy(running.size(), [&](size_t i) {
     const Runnable& r = running[i];
-    return std::tuple(-(r.priority + (step - r.last_step) / kAgingSteps), r.started, r.last_step,
+    return std::tuple(-(r.priority + (step - r.last_step) / span), r.started, r.last_step,
                       r.remaining_tokens, r.sequence);
   });
   std::vector<size_t> chosen;

@@ -10,8 +10,9 @@
 
 namespace sparsegdn::engine {
 
-// A running request passed over for this many steps counts one priority level higher.
-inline constexpr int64_t kAgingSteps = 8;
+// A running request counts one priority level higher for each span of steps it was passed over. A
+// span is longer than two rounds of everybody, so that plain round-robin ages nobody.
+constexpr int64_t AgingSteps(size_t running) { return 8 + 2 * static_cast<int64_t>(running); }
 // A waiting request counts one priority level higher for each of these spans it has waited.
 inline constexpr int64_t kAgingWaitNs = 5'000'000'000;
 // So many others may be admitted past a request that lacks KV room; then all wait for it.
@@ -50,7 +51,7 @@ struct StepLimits {
 // aging, then those that have not run yet, then the one that ran longest ago (round-robin), then
 // the shortest, then arrival. The first in order always fits. So however many long prompts run, a
 // short one that is admitted during a step is in the next one, unless other new or higher ones
-// fill it; and a stream of new ones delays a long prompt by kAgingSteps at most at each turn.
+// fill it; and a stream of new ones delays a long prompt by AgingSteps at most at each turn.
 std::vector<size_t> PackStep(std::span<const Runnable> running, int64_t step,
                              const StepLimits& limits);
 
