@@ -79,36 +79,48 @@ def _header(snapshot: Snapshot, order: list[TensorInfo], result: Result | None) 
     return len(text).to_bytes(8, "little") + text
 
 
+def _open_unnamed(folder: Path, temporary: Path) -> tuple[int, bool]:
+    """A descriptor to write to, and whether `temporary` names it already."""
+    try:
+        flags = os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC
+        return os.open(folder, flags, 0o644), False
+    except (OSError, AttributeError):  # this file system or system has none
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+        return os.open(temporary, flags, 0o644), True
+
+
 def _write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
     """A file without a name where the system has them, else a hidden one; fsync; rename."""
     folder = path.parent
     temporary = folder / f".{path.name[:200]}.tmp.{os.getpid()}.{secrets.token_hex(4)}"
+    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     named = False
     try:
-        try:
-            fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o644)
-        except (OSError, AttributeError):
-            fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
-            named = True
+        fd, named = _open_unnamed(folder, temporary)
         with os.fdopen(fd, "wb") as file:
             write(file)
             file.flush()
             os.fsync(fd)
             if not named:
-                os.link(f"/proc/self/fd/{fd}", temporary, follow_symlinks=True)
+                # The folder's descriptor makes Python call linkat, which follows the link.
+                os.link(
+                    f"/proc/self/fd/{fd}",
+                    temporary.name,
+                    src_dir_fd=folder_fd,
+                    dst_dir_fd=folder_fd,
+                    follow_symlinks=True,
+                )
                 named = True
         os.replace(temporary, path)
         named = False
-    finally:
-        if named:
-            os.unlink(temporary)
-    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder_fd)
-    except OSError:
-        pass  # the file is complete under its name already
+        try:
+            os.fsync(folder_fd)
+        except OSError:
+            pass  # the file is complete under its name already
     finally:
         os.close(folder_fd)
+        if named:
+            os.unlink(temporary)
 
 
 def save_snapshot(
