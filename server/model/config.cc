@@ -7,6 +7,7 @@
 #include "server/model/files.h"
 #include "server/model/json_fields.h"
 #include "server/model/status_macros.h"
+#include "sparsegdn/ops.h"
 
 namespace sparsegdn::model {
 namespace {
@@ -91,10 +92,10 @@ absl::Status ParseAttention(const JsonFields& f, ModelConfig& c) {
                              f.Int("num_key_value_heads", 1, kMaxHeads, c.num_q_heads));
   SPARSEGDN_ASSIGN_OR_RETURN(c.head_dim, f.Int("head_dim", 1, 1024, 256));
   SPARSEGDN_RETURN_IF_ERROR(ParseRope(f, c));
-  if (c.num_q_heads % c.num_kv_heads != 0) {
-    return absl::InvalidArgumentError(absl::StrCat(f.Name("num_attention_heads"), " = ",
-                                                   c.num_q_heads, ", wanted a multiple of ",
-                                                   "num_key_value_heads = ", c.num_kv_heads));
+  if (c.num_q_heads % c.num_kv_heads != 0 || c.num_q_heads / c.num_kv_heads > kMaxQueryGroup) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        f.Name("num_attention_heads"), " = ", c.num_q_heads,
+        ", wanted at most 64 times and a multiple of ", "num_key_value_heads = ", c.num_kv_heads));
   }
   if (c.rotary_dim() % 2 != 0) {
     return absl::InvalidArgumentError(absl::StrCat(f.Name("partial_rotary_factor"),

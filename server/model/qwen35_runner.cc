@@ -1,0 +1,96 @@
+#include "server/model/qwen35_runner.h"
+
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/model/status_macros.h"
+#include "server/model/step_plan.h"
+
+namespace sparsegdn::model {
+namespace {
+
+ModelInfo InfoOf(const Qwen35Options& options, const OpTable& ops) {
+  const ModelConfig& c = options.config;
+  ModelInfo info;
+  info.identity = options.identity;
+  info.name = options.name;
+  info.backend = ops.name();
+  info.layers = c.layers;
+  info.vocab_size = c.vocab_size;
+  info.hidden_size = c.hidden_size;
+  info.max_context_tokens = c.max_position_embeddings;
+  info.gdn = c.gdn;
+  info.conv_channels = static_cast<int32_t>(c.conv_channels());
+  info.conv_kernel = c.conv_kernel;
+  info.num_q_heads = c.num_q_heads;
+  info.num_kv_heads = c.num_kv_heads;
+  info.attention_head_dim = c.head_dim;
+  info.compute_dtype = ops.activation_dtype();
+  info.round_a_log = options.round_a_log;
+  return info;
+}
+
+}  // namespace
+
+Qwen35Runner::Qwen35Runner(Qwen35Options options, std::unique_ptr<OpTable> ops, SlotPool slots)
+    : options_(std::move(options)), ops_(std::move(ops)), slots_(std::move(slots)) {
+  info_ = InfoOf(options_, *ops_);
+}
+
+absl::StatusOr<std::unique_ptr<Qwen35Runner>> Qwen35Runner::Create(Qwen35Options options,
+                                                                   Checkpoint checkpoint,
+                                                                   std::unique_ptr<OpTable> ops) {
+  bool needs_kv = false;
+  for (const LayerKind kind : options.config.layers) needs_kv |= kind == LayerKind::kFull;
+  SPARSEGDN_ASSIGN_OR_RETURN(SlotPool slots, SlotPool::Create(options.limits, needs_kv));
+  std::unique_ptr<Qwen35Runner> runner(
+      new Qwen35Runner(std::move(options), std::move(ops), std::move(slots)));
+  const Qwen35Options& kept = runner->options_;
+  runner->info_.weight_dtype = checkpoint.tensors().at("model.embed_tokens.weight").dtype;
+  SPARSEGDN_ASSIGN_OR_RETURN(
+      runner->weights_,
+      UploadWeights(kept.config, checkpoint, kept.round_a_log, *runner->ops_, kept.progress));
+  SPARSEGDN_ASSIGN_OR_RETURN(
+      runner->memory_,
+      AllocateMemory(kept.config, kept.limits, runner->slots_.num_blocks(), *runner->ops_));
+  runner->graph_ = std::make_unique<Qwen35Graph>(kept.config, kept.limits, runner->weights_,
+                                                 runner->memory_, *runner->ops_);
+  return runner;
+}
+
+absl::StatusOr<int32_t> Qwen35Runner::Acquire(int64_t max_tokens) {
+  SPARSEGDN_ASSIGN_OR_RETURN(const int32_t slot, slots_.Acquire(max_tokens));
+  const size_t conv_bytes = static_cast<size_t>(memory_.conv_elements) * memory_.activation_bytes;
+  const size_t recurrent_bytes = static_cast<size_t>(memory_.recurrent_elements) * sizeof(float);
+  absl::Status status;
+  for (const Qwen35Memory::Layer& layer : memory_.layers) {
+    if (layer.recurrent == nullptr) continue;
+    status.Update(ops_->Zero(layer.recurrent + slot * memory_.recurrent_elements, recurrent_bytes));
+    status.Update(ops_->Zero(
+        static_cast<char*>(layer.conv) + static_cast<size_t>(slot) * conv_bytes, conv_bytes));
+  }
+  if (!status.ok()) {
+    slots_.Release(slot);
+    return status;
+  }
+  return slot;
+}
+
+absl::Status Qwen35Runner::Step(std::span<const Chunk> chunks, StepSink& sink, StepStats& stats) {
+  const auto start = std::chrono::steady_clock::now();
+  stats = StepStats{};
+  SPARSEGDN_RETURN_IF_ERROR(CheckChunks(chunks, options_.config, options_.limits, slots_));
+  if (chunks.empty()) return absl::OkStatus();
+  SPARSEGDN_ASSIGN_OR_RETURN(const StepPlan plan, MakePlan(chunks, slots_, memory_, *ops_));
+  SPARSEGDN_RETURN_IF_ERROR(graph_->Run(plan, sink, stats));
+  for (const Chunk& chunk : chunks) {
+    slots_.Find(chunk.slot)->position += std::ssize(chunk.tokens);
+  }
+  stats.total_ns =
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start)
+          .count();
+  return absl::OkStatus();
+}
+
+}  // namespace sparsegdn::model
