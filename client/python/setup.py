@@ -21,7 +21,7 @@ class BuildWithStubs(build_py):
             raise SystemExit("protoc was not found: apt install protobuf-compiler")
         if not (PROTO / FILES[0]).exists():
             raise SystemExit(f"{PROTO / FILES[0]} was not found: install from a whole checkout")
-        out = Path(self.build_lib)
+        out = Path(self.build_lib).resolve()
         out.mkdir(parents=True, exist_ok=True)
         subprocess.run([protoc, f"-I{PROTO}", f"--python_out={out}", *FILES], check=True, cwd=PROTO)
 
