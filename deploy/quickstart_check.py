@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""The promises that quickstart.sh checks on a running server. Exit 1 and a message when one fails.
+
+1. Dense: greedy tokens decoded one by one from a snapshot, the states after them and the logits
+   equal those of one prefill of prompt + tokens from scratch.
+2. Sparse: the events selected are exactly as many as the budget allows, in the result, in the
+   retained shares and in the server's counters.
+"""
+
+import argparse
+import re
+import sys
+import urllib.request
+
+import numpy as np
+from sparsegdn_client import DENSE, Outputs, PrefillClient
+
+TOLERANCE = 1e-3  # fp32 states and logits of order 1; chunked and one-by-one sums differ in order
+
+
+def require(condition, message):
+    if not condition:
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(1)
+
+
+def metrics(url):
+    text = urllib.request.urlopen(url, timeout=10).read().decode()
+    return {m[1]: float(m[2]) for m in re.finditer(r"^(\w+(?:\{[^}]*\})?) (\S+)$", text, re.M)}
+
+
+def expected_events(budget, info, prompt_tokens, computed, layers):
+    """DESIGN of the budgets (docs/algorithm.md): forced tokens, and rint(rho n Hk) a window."""
+    total = 0
+    heads, window = info.num_k_heads, info.window
+    for start in range(0, computed, window):
+        positions = np.arange(start, min(start + window, computed))
+        forced = (positions < budget.keep_first) | (positions >= prompt_tokens - budget.keep_last)
+        n = int(len(positions) - forced.sum())
+        low = int(np.ceil(budget.min_retention * n)) * heads
+        high = int(np.floor(budget.max_retention * n)) * heads
+        total += int(forced.sum()) * heads
+        total += min(max(int(np.rint(budget.retention * n * heads)), low), high)
+    return total * layers
+
+
+def decode_one_by_one(client, prompt, count):
+    """Greedy tokens, each from a one-token call that resumes from the snapshot before it."""
+    call = dict(budget=DENSE, snapshot_at="after_last", keep_snapshot=True)
+    nothing = Outputs(state=False, conv_state=False, kv=False)
+    last = client.prefill(prompt, outputs=nothing, **call).result
+    tokens = [last.next_token]
+    for step in range(count):
+        position = len(prompt) + step
+        wanted = Outputs(logits_positions=[position]) if step == count - 1 else nothing
+        out = client.prefill([tokens[-1]], resume_from=last.snapshot_id, outputs=wanted, **call)
+        client.release(last.snapshot_id)
+        last = out.result
+        tokens.append(last.next_token)
+    client.release(last.snapshot_id)
+    return tokens, out.snapshot
+
+
+def check_dense(client, prompt, count):
+    tokens, resumed = decode_one_by_one(client, prompt, count)
+    ids = prompt + tokens[:-1]
+    scratch = client.prefill(
+        ids,
+        budget=DENSE,
+        snapshot_at="after_last",
+        outputs=Outputs(logits_positions=range(len(prompt) - 1, len(ids))),
+    )
+    logits = scratch.snapshot["logits"]
+    require(
+        logits.argmax(axis=1).tolist() == tokens,
+        f"greedy tokens {tokens} from the snapshot, {logits.argmax(axis=1).tolist()} from scratch",
+    )
+    worst = 0.0
+    for name in resumed:
+        got = resumed[name] if name != "logits" else resumed[name][-1]
+        want = scratch.snapshot[name] if name != "logits" else logits[-1]
+        worst = max(worst, float(np.abs(got - want[-len(got):] if got.shape != want.shape
+                                        else got - want).max()))
+    require(worst <= TOLERANCE, f"states and logits differ by {worst:g}, allowed {TOLERANCE:g}")
+    print(f"dense: {count} tokens decoded one by one equal recomputing {len(ids)} tokens from "
+          f"scratch; states and logits within {worst:.1e}")
+
+
+def check_budget(client, url, prompt):
+    info = client.model_info()
+    before = metrics(url)
+    result = client.prefill(prompt, outputs=Outputs(state=False, conv_state=False, kv=False)).result
+    after = metrics(url)
+    budget = result.effective_budget
+    require(budget.mode == "retention", f"the default budget is {budget.mode}, not retention")
+    layers = sum(kind == "linear_attention" for kind in info.layers)
+    want = expected_events(budget, info, len(prompt), len(prompt) - 1, layers)
+    got = result.usage.events_selected
+    require(got == want, f"events_selected = {got}, the budget allows exactly {want}")
+    counted = after["sparsegdn_events_selected_total"] - before["sparsegdn_events_selected_total"]
+    require(counted == want, f"events_selected_total grew by {counted:g}, wanted {want}")
+    shares = np.array([row.pair_share for row in result.retained])
+    total = shares.sum() * (len(prompt) - 1)
+    require(abs(total - want) <= 1e-3 * want, f"retained shares add up to {total:g}, not {want}")
+    print(f"budget: {got:,} of {result.usage.events_total:,} events "
+          f"({got / result.usage.events_total:.4f}), as retention {budget.retention:g} plus "
+          f"{budget.keep_last} kept tokens demands, in the result and in the metrics")
+    for name in ("sparsegdn_prompt_tokens_total", "sparsegdn_events_total",
+                 "sparsegdn_events_selected_total", "sparsegdn_selection_overhead_ratio"):
+        print(f"  {name} {after[name]:g}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    for flag in ("--server", "--metrics", "--prompt"):
+        parser.add_argument(flag, required=True)
+    parser.add_argument("--new-tokens", type=int, default=16)
+    args = parser.parse_args()
+    with open(args.prompt, encoding="ascii") as file:
+        prompt = [int(word) for word in file.read().split()]
+    with PrefillClient(args.server) as client:
+        check_dense(client, prompt, args.new_tokens)
+        check_budget(client, args.metrics, prompt)
+
+
+if __name__ == "__main__":
+    main()
