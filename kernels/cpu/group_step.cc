@@ -176,7 +176,8 @@ void GroupStep<E>::SolveHead(int h) {
                        std::min(kPanel, dims_.dim_v - n * kPanel), head.event_beta,
                        head.event_decay, u});
     call_.vector->solve(s.system, s.inverse, blocks, adjacent, u);
-    product_.pack_updates(u, head.event_tail, blocks * kBlock, head.plain + at, head.scaled + at);
+    product_.pack_updates(u, head.event_tail, blocks * kBlock, head.scaled + at,
+                          kIsFloat(E()) ? nullptr : head.scaled_low + at);
   }
 }
 
@@ -261,7 +262,6 @@ void GroupStep<E>::OutputHead(int h, int64_t row, int rows, const QueryRows& q) 
                        s.row_events,
                        rows,
                        s.probs});
-  product_.pack_probs(s.probs, rows, s.probs_packed);
   std::copy(head.hi + at, head.hi + at + rows, s.row_factor);
   call_.vector->exp_inplace(s.row_factor, rows);
   for (int r = 0; r < rows; ++r) s.row_factor[r] *= s.query_factor[r];
@@ -276,8 +276,8 @@ void GroupStep<E>::OutputHead(int h, int64_t row, int rows, const QueryRows& q) 
   const int depth = kIsFloat(E()) ? dims_.dim_k : dims_.depth;
   for (int n = task_.panel_begin; n < task_.panel_end; ++n) {
     product_.output({q.data, q.ld, rows, depth, head.state_packed + n * dims_.state_panel,
-                     s.row_factor, s.probs_packed, s.row_events,
-                     head.plain + int64_t{n} * kRows * kPanel, s.c});
+                     s.row_factor, s.probs, s.row_events,
+                     head.updates + int64_t{n} * kRows * kPanel, s.c});
     const int64_t o_at =
         row * args_.o.token_stride + value_head(h) * args_.o.head_stride + int64_t{n} * kPanel;
     call_.vector->store(
@@ -313,8 +313,10 @@ void GroupStep<E>::UpdateHead(int h, int64_t end) {
   // Adding zeros would turn -0 into +0: writes of beta 0 must leave the state's bits alone.
   const int events = AllUpdatesZero(head) ? 0 : RoundUp(num_events_, kIsFloat(E()) ? 1 : 2);
   for (int n = task_.panel_begin; n < task_.panel_end; ++n) {
-    product_.update({s.keys_t, dims_.dim_k, events, head.scaled + int64_t{n} * kRows * kPanel,
-                     decay, head.state + n * dims_.state_panel,
+    const int64_t at = int64_t{n} * kRows * kPanel;
+    product_.update({s.keys_t, dims_.dim_k, events, head.scaled + at,
+                     kIsFloat(E()) ? nullptr : head.scaled_low + at, decay,
+                     head.state + n * dims_.state_panel,
                      head.state_packed + n * dims_.state_panel});
   }
 }

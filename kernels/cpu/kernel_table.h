@@ -22,6 +22,8 @@ inline constexpr int kBlock = 16;  // solver block
 static_assert(kRows == kGroup);
 
 // c[m][32] = alpha[m] * sum_d q[m][d] state[d][32] + sum_i probs[m][i] updates[i][32]
+// The second sum is in fp32 for either element type: with similar keys the updates of neighbours
+// nearly cancel, and rounding them or their weights to bf16 once each leaves 1 % of the output.
 template <typename E>
 struct OutputArgs {
   const E* q;
@@ -30,19 +32,21 @@ struct OutputArgs {
   int depth;                  // head_dim_k, rounded up to even for bf16
   const E* state;             // packed panel
   const float* alpha;         // [rows]
-  const E* probs;             // [rows][kRows], 0 where i is not visible
+  const float* probs;         // [rows][kRows], 0 where i is not visible
   const int32_t* row_events;  // [rows] events visible to a row, non-decreasing
-  const E* updates;           // packed panel [kRows, 32]
+  const float* updates;       // [kRows][32]
   float* c;                   // [rows][32]
 };
 
 // state[d][32] = decay * state[d][32] + sum_i keys_t[d][i] updates[i][32], and its packed copy.
+// For bf16 the updates are the sum of two bf16 panels, for the same reason as above.
 template <typename E>
 struct UpdateArgs {
   const E* keys_t;  // [dim_k][kRows]
   int dim_k;
-  int events;        // rounded up to even for bf16
-  const E* updates;  // packed panel [kRows, 32], already scaled
+  int events;            // rounded up to even for bf16
+  const E* updates;      // packed panel [kRows, 32], already scaled
+  const E* updates_low;  // what rounding took from `updates`; unused for float
   float decay;
   float* state;     // [dim_k][32]
   E* state_packed;  // equals state for float
@@ -61,11 +65,9 @@ struct ProductKernels {
   // columns) and keys_t [dim_k][kRows]. Rows from `events` on must be zero.
   void (*pack_keys)(const E* rows, int64_t ld, int dim_k, int64_t panel_stride, E* panels,
                     E* keys_t);
-  // u [events16][32] -> plain (bf16 only) and factor[i] * u[i] as packed panels; events16 is a
-  // multiple of 16.
-  void (*pack_updates)(const float* u, const float* factor, int events16, E* plain, E* scaled);
-  // bf16 copy of probs [rows][kRows]; the float version does nothing.
-  void (*pack_probs)(const float* probs, int rows, E* packed);
+  // factor[i] * u[i] of u [events16][32] as a packed panel, and (bf16 only) its rounding error as
+  // another; events16 is a multiple of 16.
+  void (*pack_updates)(const float* u, const float* factor, int events16, E* scaled, E* low);
 };
 
 struct RhsArgs {

@@ -57,6 +57,21 @@ SPARSEGDN_BF16_INLINE void Accumulate(const Bf16* a, int64_t lda, int depth, con
   }
 }
 
+// The same in fp32, a [R][kRows].
+template <int R>
+SPARSEGDN_BF16_INLINE void AccumulateF32(const float* a, int depth, const float* b, Tile<R>& t) {
+  for (int i = 0; i < depth; ++i) {
+    const __m512 b0 = _mm512_loadu_ps(b + i * kPanel);
+    const __m512 b1 = _mm512_loadu_ps(b + i * kPanel + 16);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const __m512 x = _mm512_set1_ps(a[r * kRows + i]);
+      t.left[r] = _mm512_fmadd_ps(x, b0, t.left[r]);
+      t.right[r] = _mm512_fmadd_ps(x, b1, t.right[r]);
+    }
+  }
+}
+
 template <int R>
 SPARSEGDN_BF16_INLINE void StoreTile(const Tile<R>& t, float* c) {
 #pragma GCC unroll 8
@@ -105,7 +120,7 @@ SPARSEGDN_BF16_INLINE void OutputRows(const OutputArgs<Bf16>& args, int m) {
     t.left[r] = _mm512_mul_ps(t.left[r], alpha);
     t.right[r] = _mm512_mul_ps(t.right[r], alpha);
   }
-  Accumulate(args.probs + m * kRows, kRows, args.row_events[m + R - 1], args.updates, t);
+  AccumulateF32(args.probs + m * kRows, args.row_events[m + R - 1], args.updates, t);
   StoreTile(t, args.c + m * kPanel);
 }
 
@@ -128,6 +143,7 @@ SPARSEGDN_BF16_INLINE void UpdateRows(const UpdateArgs<Bf16>& args, int m) {
     t.right[r] = _mm512_mul_ps(decay, _mm512_loadu_ps(state + r * kPanel + 16));
   }
   Accumulate(args.keys_t + m * kRows, kRows, args.events, args.updates, t);
+  Accumulate(args.keys_t + m * kRows, kRows, args.events, args.updates_low, t);
   StoreTile(t, state);
   Bf16* packed = args.state_packed + m * kPanel;
   const __m512 zero = _mm512_setzero_ps();
@@ -145,35 +161,35 @@ SPARSEGDN_BF16 void Update(const UpdateArgs<Bf16>& args) {
   if (m < args.dim_k) UpdateRows<1>(args, m);
 }
 
-// Rows of fp32 panels as packed pairs, each row times its factor (null: 1).
-SPARSEGDN_BF16_INLINE void PackRows(const float* x, const float* factor, int rows, Bf16* packed) {
-  for (int i = 0; i < rows; i += 2) {
-    const bool odd = i + 1 < rows;
-    const __m512 f0 = _mm512_set1_ps(factor == nullptr ? 1.0f : factor[i]);
-    const __m512 f1 = _mm512_set1_ps(factor == nullptr || !odd ? 1.0f : factor[i + 1]);
+SPARSEGDN_BF16 void PackState(const float* state, int dim_k, Bf16* packed) {
+  for (int d = 0; d < dim_k; d += 2) {
     for (int col = 0; col < kPanel; col += 16) {
-      const float* row = x + i * kPanel + col;
-      const __m512 a = _mm512_mul_ps(f0, _mm512_loadu_ps(row));
-      const __m512 b = odd ? _mm512_mul_ps(f1, _mm512_loadu_ps(row + kPanel)) : _mm512_setzero_ps();
-      StorePair(a, b, packed + i * kPanel + 2 * col);
+      const float* row = state + d * kPanel + col;
+      const __m512 odd = d + 1 < dim_k ? _mm512_loadu_ps(row + kPanel) : _mm512_setzero_ps();
+      StorePair(_mm512_loadu_ps(row), odd, packed + d * kPanel + 2 * col);
     }
   }
 }
 
-SPARSEGDN_BF16 void PackState(const float* state, int dim_k, Bf16* packed) {
-  PackRows(state, nullptr, dim_k, packed);
+// x minus its bf16 rounding; 0 where x is not finite, so that Inf stays Inf.
+SPARSEGDN_BF16_INLINE __m512 RoundingError(__m512 x) {
+  const __m512 rounded = _mm512_castsi512_ps(_mm512_slli_epi32(RoundToLow(x), 16));
+  const __m512 error = _mm512_sub_ps(x, rounded);
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(error, error, _CMP_ORD_Q), error);
 }
 
-SPARSEGDN_BF16 void PackUpdates(const float* u, const float* factor, int events16, Bf16* plain,
-                                Bf16* scaled) {
-  PackRows(u, nullptr, events16, plain);
-  PackRows(u, factor, events16, scaled);
-}
-
-SPARSEGDN_BF16 void PackProbs(const float* probs, int rows, Bf16* packed) {
-  for (int64_t i = 0; i < int64_t{rows} * kRows; i += 16) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(packed + i),
-                        (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(probs + i)));
+SPARSEGDN_BF16 void PackUpdates(const float* u, const float* factor, int events16, Bf16* scaled,
+                                Bf16* low) {
+  for (int i = 0; i < events16; i += 2) {
+    const __m512 f0 = _mm512_set1_ps(factor[i]);
+    const __m512 f1 = _mm512_set1_ps(factor[i + 1]);
+    for (int col = 0; col < kPanel; col += 16) {
+      const float* row = u + i * kPanel + col;
+      const __m512 even = _mm512_mul_ps(f0, _mm512_loadu_ps(row));
+      const __m512 odd = _mm512_mul_ps(f1, _mm512_loadu_ps(row + kPanel));
+      StorePair(even, odd, scaled + i * kPanel + 2 * col);
+      StorePair(RoundingError(even), RoundingError(odd), low + i * kPanel + 2 * col);
+    }
   }
 }
 
@@ -197,8 +213,8 @@ SPARSEGDN_BF16 void PackKeys(const Bf16* rows, int64_t ld, int dim_k, int64_t pa
   }
 }
 
-constexpr ProductKernels<Bf16> kTable = {"avx512_bf16", Multiply, Output,      Update,
-                                         PackState,     PackKeys, PackUpdates, PackProbs};
+constexpr ProductKernels<Bf16> kTable = {"avx512_bf16", Multiply, Output,     Update,
+                                         PackState,     PackKeys, PackUpdates};
 
 }  // namespace
 

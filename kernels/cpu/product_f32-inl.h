@@ -158,7 +158,7 @@ inline void PackKeys(const float* rows, int64_t ld, int dim_k, int64_t panel_str
   }
 }
 
-inline void PackUpdates(const float* u, const float* factor, int events16, float*, float* scaled) {
+inline void PackUpdates(const float* u, const float* factor, int events16, float* scaled, float*) {
   const F32 d;
   for (int i = 0; i < events16; ++i) {
     const V32 f = hn::Set(d, factor[i]);
@@ -167,8 +167,6 @@ inline void PackUpdates(const float* u, const float* factor, int events16, float
     }
   }
 }
-
-inline void PackProbs(const float*, int, float*) {}  // probs are their own operand
 
 // W_b = rhs_b - sum_{l<b} A_bl U_l, then U_b = T_bb W_b.
 struct SolveBody {

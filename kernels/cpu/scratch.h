@@ -56,8 +56,8 @@ struct HeadScratch {
   float* state;      // [panels][depth][32], S_B of the current group
   E* state_packed;   // the same, packed; equals state for float
   float* updates;    // [panels][kRows][32], first K S, then u
-  E* plain;          // u packed; equals updates for float
-  E* scaled;         // e^{G_end - G_i} u_i packed
+  E* scaled;         // e^{G_end - G_i} u_i packed, rounded for bf16
+  E* scaled_low;     // bf16: what that rounding took away
   double* gate_sum;  // [kWindow] log_gate summed from the segment's start through each token
   float* hi;         // [kWindow] the same from the group's start, as two floats
   float* lo;
@@ -79,7 +79,6 @@ struct TaskScratch {
   float* kk;            // [2][kRows][32]
   float* qk;            // [2][kRows][32]
   float* probs;         // [kRows][kRows]
-  E* probs_packed;      // equals probs for float
   float* system;        // [kRows][kRows]
   float* inverse;       // [4][16][16]
   float* c;             // [kRows][32]
@@ -97,17 +96,15 @@ struct TaskScratch {
 template <typename E>
 TaskScratch<E>::TaskScratch(Arena* arena, const TaskDims& dims) {
   constexpr bool kFloat = sizeof(E) == sizeof(float);
-  const auto packed = [&](float* plain, int64_t n) {
-    return kFloat ? reinterpret_cast<E*>(plain) : arena->Take<E>(n);
-  };
   const int64_t updates = int64_t{dims.panels} * kRows * kPanel;
   for (int h = 0; h < dims.ratio; ++h) {
     HeadScratch<E>& head = heads[h];
     head.state = arena->Take<float>(dims.panels * dims.state_panel);
-    head.state_packed = packed(head.state, dims.panels * dims.state_panel);
+    head.state_packed =
+        kFloat ? reinterpret_cast<E*>(head.state) : arena->Take<E>(dims.panels * dims.state_panel);
     head.updates = arena->Take<float>(updates);
-    head.plain = packed(head.updates, updates);
     head.scaled = arena->Take<E>(updates);
+    head.scaled_low = kFloat ? nullptr : arena->Take<E>(updates);
     head.gate_sum = arena->Take<double>(kWindow);
     head.hi = arena->Take<float>(kWindow);
     head.lo = arena->Take<float>(kWindow);
@@ -124,7 +121,6 @@ TaskScratch<E>::TaskScratch(Arena* arena, const TaskDims& dims) {
   kk = arena->Take<float>(2 * kRows * kPanel);
   qk = arena->Take<float>(2 * kRows * kPanel);
   probs = arena->Take<float>(kRows * kRows);
-  probs_packed = packed(probs, kRows * kRows);
   system = arena->Take<float>(kRows * kRows);
   inverse = arena->Take<float>(kRows * kBlock);
   c = arena->Take<float>(kRows * kPanel);

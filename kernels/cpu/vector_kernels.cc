@@ -16,8 +16,7 @@ namespace sparsegdn::cpu::HWY_NAMESPACE {
 const VectorKernels* Table() {
   static const VectorKernels table = {
       hwy::TargetName(HWY_TARGET),
-      {hwy::TargetName(HWY_TARGET), Multiply, Output, Update, PackState, PackKeys, PackUpdates,
-       PackProbs},
+      {hwy::TargetName(HWY_TARGET), Multiply, Output, Update, PackState, PackKeys, PackUpdates},
       ExpInplace,
       LoadRows,
       RowDots,

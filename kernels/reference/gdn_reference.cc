@@ -22,11 +22,13 @@ void Step(const std::vector<double>& k, const double* v, double log_gate, double
   const double decay = std::exp(log_gate < kMinLogGate ? double{kMinLogGate} : log_gate);
   for (int64_t i = 0; i < int64_t{dim_k} * dim_v; ++i) s[i] *= decay;
   if (!event) return;
-  for (int j = 0; j < dim_v; ++j) {
-    double predicted = 0.0;
-    for (int i = 0; i < dim_k; ++i) predicted += s[int64_t{i} * dim_v + j] * k[i];
-    const double u = beta * (v[j] - predicted);
-    for (int i = 0; i < dim_k; ++i) s[int64_t{i} * dim_v + j] += k[i] * u;
+  std::vector<double> u(dim_v, 0.0);  // first S^T k
+  for (int i = 0; i < dim_k; ++i) {
+    for (int j = 0; j < dim_v; ++j) u[j] += s[int64_t{i} * dim_v + j] * k[i];
+  }
+  for (int j = 0; j < dim_v; ++j) u[j] = beta * (v[j] - u[j]);
+  for (int i = 0; i < dim_k; ++i) {
+    for (int j = 0; j < dim_v; ++j) s[int64_t{i} * dim_v + j] += k[i] * u[j];
   }
 }
 
@@ -55,10 +57,13 @@ Result RunRecurrence(const Sequence& in) {
         double* s = &out.state[h * state_size];
         Step(k, v, in.log_gate[th], in.beta[th], event, d.head_dim_v, s);
         const bool self = !event && in.local == LocalTerm::kSelf;
+        double* o = &out.o[th * d.head_dim_v];
+        for (int i = 0; i < d.head_dim_k; ++i) {
+          for (int j = 0; j < d.head_dim_v; ++j) o[j] += s[int64_t{i} * d.head_dim_v + j] * q[i];
+        }
         for (int j = 0; j < d.head_dim_v; ++j) {
-          double o = self ? in.beta[th] * qk * v[j] : 0.0;
-          for (int i = 0; i < d.head_dim_k; ++i) o += s[int64_t{i} * d.head_dim_v + j] * q[i];
-          out.o[th * d.head_dim_v + j] = scale * o;
+          if (self) o[j] += in.beta[th] * qk * v[j];
+          o[j] *= scale;
         }
       }
     }
