@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -250,3 +250,25 @@ class Snapshot(Mapping[str, np.ndarray]):
             for name, info in self.infos.items()
             if info.kind in STATE_KINDS and not name.startswith("checkpoints.")
         ]
+
+    def joined(self, base: Snapshot) -> Snapshot:
+        """This snapshot with the KV rows of `base` before its own.
+
+        A call with `resume_from` streams the rows of its own tokens only; a cache or an import needs
+        them from position 0. `base` is the snapshot that the call resumed from.
+        """
+        infos, arrays = [], []
+        for name, info in self.infos.items():
+            array = self[name]
+            if info.kind in ("key", "value") and info.position > 0:
+                before = base.infos.get(name)
+                ends_here = before is not None and before.position + before.shape[0] == info.position
+                if before is None or not ends_here or before.dtype != info.dtype:
+                    raise ValueError(f"{name} from position {info.position} does not continue base")
+                array = np.concatenate([base[name], array])
+                info = replace(
+                    info, shape=array.shape, bytes=array.nbytes, position=before.position
+                )
+            infos.append(info)
+            arrays.append(array)
+        return Snapshot(self.model_identity, self.position, infos, arrays)

@@ -9,6 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <random>
@@ -87,6 +88,40 @@ TEST_F(SnapshotFileTest, TensorsAreAlignedToTheirElements) {
   // The fp8 state comes first in the manifest and last in the data section.
   const std::string fp8 = GoodBytes(GoodManifest(), 0);
   EXPECT_EQ(bytes.substr(bytes.size() - fp8.size()), fp8);
+}
+
+// docs/snapshot_format.md, "Worked example".
+TEST_F(SnapshotFileTest, WorkedExampleOfTheDocument) {
+  v1::Manifest manifest;
+  manifest.set_format_version(1);
+  manifest.set_position(2);
+  manifest.set_model_identity(std::string(64, '0'));
+  v1::TensorInfo* info =
+      testing::AddTensor(&manifest, "layers.0.recurrent_state", v1::TENSOR_KIND_RECURRENT_STATE,
+                         v1::DTYPE_FP32, {1, 2, 3});
+  info->set_state_layout(v1::STATE_LAYOUT_KEY_MAJOR);
+  info->set_position(2);
+  info = testing::AddTensor(&manifest, "layers.0.conv_state", v1::TENSOR_KIND_CONV_STATE,
+                            v1::DTYPE_BF16, {7, 4});
+  info->set_conv_layout(v1::CONV_LAYOUT_FOUR_COLUMNS);
+  info->set_position(2);
+  std::vector<Buffer> data;
+  data.push_back(*Buffer::Allocate(24));
+  data.push_back(*Buffer::Allocate(56));
+  const float state[] = {1, 2, 3, 4, 5, 6};
+  std::memcpy(data[0].data(), state, sizeof(state));
+  for (int row = 0; row < 7; ++row) {
+    const uint16_t bf16[] = {0, 0, 0x3f80, 0x4000};
+    std::memcpy(data[1].data() + row * 8, bf16, sizeof(bf16));
+  }
+  const Snapshot snapshot = *Snapshot::Create(manifest, std::move(data));
+  EXPECT_EQ(snapshot.hash(0), 0xa6e707ccf7703447u);
+  EXPECT_EQ(snapshot.hash(1), 0xb972fe5745eff1ceu);
+  EXPECT_EQ(snapshot.digest(), 0xe0db5f17a23a9cd0u);
+  ASSERT_TRUE(WriteSnapshotFile(Path("s"), snapshot).ok());
+  const std::string bytes = ReadBytes(Path("s"));
+  EXPECT_EQ(bytes.size(), 912u);
+  EXPECT_NE(bytes.find("f04368b871c2c588"), std::string::npos);
 }
 
 TEST_F(SnapshotFileTest, ReplacesAnOlderFile) {

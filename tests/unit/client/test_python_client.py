@@ -252,6 +252,19 @@ class ConversionTest(unittest.TestCase):
                 with self.assertRaises(KeyError):
                     snapshot.state(1)
 
+    def test_joined_puts_the_rows_of_the_base_first(self):
+        def part(first, rows):
+            key = np.arange(first, first + rows, dtype=np.float32).reshape(rows, 1, 1)
+            info = TensorInfo("layers.3.key", "key", 3, "fp32", key.shape, key.nbytes, first)
+            return Snapshot("", first + rows, [info], [key])
+
+        whole = part(4, 3).joined(part(0, 4))
+        expected = part(0, 7)
+        self.assertEqual((whole.digest, whole.infos), (expected.digest, expected.infos))
+        for base in (part(0, 3), part(0, 5), Snapshot("", 4, [], [])):
+            with self.assertRaises(ValueError):
+                part(4, 3).joined(base)
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -21,6 +21,7 @@ from sparsegdn_client import (
     SnapshotFileError,
     TensorInfo,
     compute_model_identity,
+    float32_to_bf16,
     load_snapshot,
     load_snapshot_file,
     save_snapshot,
@@ -94,6 +95,28 @@ class FileTest(unittest.TestCase):
             self.assertEqual(end % sizes[entry["dtype"]], 0)
             end = entry["data_offsets"][1]
         self.assertEqual(8 + length + end, len(data))
+
+    def test_worked_example_of_the_document(self):
+        text = (ROOT / "docs/snapshot_format.md").read_text()
+        state = np.array([[[1, 2, 3], [4, 5, 6]]], np.float32)
+        conv = float32_to_bf16(np.array([[0, 0, 1, 2]] * 7, np.float32))
+        infos = [
+            TensorInfo("layers.0.recurrent_state", "recurrent_state", 0, "fp32", (1, 2, 3), 24, 2,
+                       state_layout="key_major"),
+            TensorInfo("layers.0.conv_state", "conv_state", 0, "bf16", (7, 4), 56, 2,
+                       conv_layout="four_columns"),
+        ]
+        snapshot = Snapshot("0" * 64, 2, infos, [state, conv])
+        save_snapshot(self.path, snapshot)
+        data = self.path.read_bytes()
+        self.assertEqual(len(data), 912)
+        metadata = json.loads(data[8:832])["__metadata__"]
+        for words in (data[:8].hex(" "), data[832:844].hex(" "), data[844:856].hex(" "),
+                      data[856:864].hex(" "), f"`{snapshot.digest:016x}`",
+                      f"`{metadata['sparsegdn.metadata_xxh3_64']}`",
+                      *(f"`{h:016x}`" for h in snapshot.hashes.values())):
+            self.assertIn(words, text)
+        self.assertEqual(data[864:], data[856:864] * 6)
 
     def test_every_byte_change_is_seen_or_harmless(self):
         snapshot = mixed_snapshot()
