@@ -2,6 +2,7 @@
 # Unpacks what the deploy tests need under build/, without installing anything on the machine:
 #   build/tools/prometheus      promtool and prometheus, from the Debian package `prometheus`
 #   build/tools/docker-compose  for the compose schema that it carries
+#   build/tools/debootstrap     for the replay of the Dockerfile
 #   build/deploy-tools          Python packages: Helm's own library, the Kubernetes schemas, PyYAML
 # Exit 77 (skipped) with the reason when a download is refused; what is already there is kept.
 set -euo pipefail
@@ -39,6 +40,9 @@ unpack_deb prometheus "$PWD/build/tools/prometheus" ||
 
 unpack_deb docker-compose "$PWD/build/tools/docker-compose" ||
   skip "the Debian package docker-compose (the compose schema) cannot be downloaded"
+
+unpack_deb debootstrap "$PWD/build/tools/debootstrap" ||
+  skip "the Debian package debootstrap cannot be downloaded"
 
 wanted="${pip_packages[*]}"
 site=build/deploy-tools
