@@ -85,6 +85,42 @@ def _tensor(values: np.ndarray, like: torch.Tensor, dtype: torch.dtype) -> torch
     return torch.from_numpy(values).unsqueeze(0).to(device=like.device, dtype=dtype)
 
 
+class CountingCache(DynamicCache):
+    """A DynamicCache that counts its tokens itself.
+
+    The stock one asks an attention layer for the length; a model of linear layers alone has none,
+    and the stock cache raises.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self._seen = 0
+        self._rows = 0
+
+    def update_conv_state(self, conv_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if layer_idx == 0:
+            self._rows = conv_states.shape[-1]
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Any, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if layer_idx == 0:
+            # A single-token step changes the conv state in place, without the call above.
+            self._seen += self._rows or 1
+            self._rows = 0
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def start_at(self, position: int) -> None:
+        self._seen, self._rows = position, 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._seen
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._seen + query_length, 0
+
+
 def load_into_cache(model: Any, snapshot: Snapshot) -> DynamicCache:
     """A DynamicCache of batch 1 that holds `snapshot`, for `model` to continue from.
 
@@ -102,7 +138,8 @@ def load_into_cache(model: Any, snapshot: Snapshot) -> DynamicCache:
     _check_library()
     config = _text_config(model)
     _check(snapshot, config)
-    cache = DynamicCache(config=config)
+    hybrid = "full_attention" in config.layer_types
+    cache = DynamicCache(config=config) if hybrid else CountingCache(config)
     layers = _decoder_layers(model)
     for layer, kind in enumerate(config.layer_types):
         like = next(layers[layer].parameters())
@@ -118,6 +155,8 @@ def load_into_cache(model: Any, snapshot: Snapshot) -> DynamicCache:
             cache.update_recurrent_state(
                 _tensor(snapshot.state(layer), like, torch.float32), layer
             )
+    if isinstance(cache, CountingCache):
+        cache.start_at(snapshot.position)
     # A multimodal prompt before this one leaves position offsets that text must not inherit.
     inner = getattr(model, "model", None)
     if getattr(inner, "rope_deltas", None) is not None:
