@@ -72,7 +72,8 @@ const Option kOptions[] = {
     {"state-slots", "engine.state_slots", &C::state_slots, "", 1, 65536,
      "sequences resident at once"},
     {"kv-tokens", "engine.kv_tokens", &C::kv_tokens, "", 0, kBig,
-     "attention KV capacity over all slots, in tokens; 0 takes twice the longest prompt"},
+     "attention KV capacity over all slots, in tokens; 0: two of the longest prompts, within a "
+     "quarter of the memory"},
     {"kept-snapshot-bytes", "engine.kept_snapshot_bytes", &C::kept_snapshot_bytes, "", 0, kBig,
      "memory for kept and imported snapshots"},
     {"frame-bytes", "engine.frame_bytes", &C::frame_bytes, "", 4096, 3 << 20,

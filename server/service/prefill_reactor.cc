@@ -17,8 +17,11 @@ namespace {
 
 using std::chrono::steady_clock;
 
-// gRPC's own timer and the engine's clock need not agree to the last millisecond.
-constexpr int64_t kDeadlineSlackNs = 5'000'000;
+// A client whose deadline passes resets the stream, and that may come before our own timer: the
+// deadline on the wire is rounded up, by up to 1 %, and counts from arrival. A cancel this near to
+// the deadline is one by the deadline.
+constexpr int64_t kDeadlineSlackNs = 10'000'000;
+constexpr int64_t kDeadlineSlackShare = 64;
 
 double Seconds(steady_clock::duration duration) {
   return std::chrono::duration<double>(duration).count();
@@ -30,6 +33,7 @@ PrefillReactor::PrefillReactor(const ServiceContext& service, grpc::CallbackServ
     : service_(service),
       traceparent_(TraceparentOf(*context)),
       peer_(context->peer()),
+      arrival_ns_(service.clock->NowNs()),
       deadline_ns_(DeadlineOf(*context, *service.clock)),
       context_(context) {}
 
@@ -154,7 +158,9 @@ absl::Status PrefillReactor::AbandonLocked() {
 }
 
 bool PrefillReactor::DeadlinePassed() const {
-  return deadline_ns_ && service_.clock->NowNs() + kDeadlineSlackNs >= *deadline_ns_;
+  if (!deadline_ns_) return false;
+  const int64_t slack = kDeadlineSlackNs + (*deadline_ns_ - arrival_ns_) / kDeadlineSlackShare;
+  return service_.clock->NowNs() + slack >= *deadline_ns_;
 }
 
 void PrefillReactor::OnCancel() {

@@ -63,8 +63,9 @@ class PrefillReactor final : public grpc::ServerWriteReactor<grpc::ByteBuffer>,
   std::string traceparent_, request_id_;
   std::string peer_;
   int64_t prompt_tokens_ = 0;
-  std::optional<int64_t> deadline_ns_;
-  std::shared_ptr<PrefillReactor> self_;  // until OnDone
+  const int64_t arrival_ns_;
+  const std::optional<int64_t> deadline_ns_;  // on the engine's clock
+  std::shared_ptr<PrefillReactor> self_;      // until OnDone
 
   std::mutex mutex_;
   std::shared_ptr<engine::PrefillCall> call_;

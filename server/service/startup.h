@@ -6,6 +6,7 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "server/engine/engine.h"
 #include "server/model/load_model.h"
 #include "server/service/config.h"
@@ -24,12 +25,14 @@ enum class ExitCode : int {
 };
 
 std::string VersionText();
-model::LoadOptions ToLoadOptions(const ServerConfig& config);
+// What the loader is asked for. Reads the folder's config.json, by which --kv-tokens 0 is decided;
+// its errors are LoadConfig's.
+absl::StatusOr<model::LoadOptions> ToLoadOptions(const ServerConfig& config);
 
 // On standard output, because --listen may ask for any free port.
 void AnnouncePorts(const Server& server);
 // The model and the effective default budget.
-void LogServing(const ServerConfig& config, const engine::Engine& engine);
+void LogServing(const engine::Engine& engine);
 // Print why on standard error and log it.
 ExitCode ReportLoadFailure(const absl::Status& status);
 ExitCode ReportListenFailure(const absl::Status& status);

@@ -1,0 +1,147 @@
+// sparsegdn-server: parse, listen, load, serve, drain. Exit codes: docs/operations.md.
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <ctime>
+#include <future>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "server/engine/engine.h"
+#include "server/model/load_model.h"
+#include "server/service/config.h"
+#include "server/service/log.h"
+#include "server/service/server.h"
+#include "server/service/startup.h"
+
+namespace {
+
+namespace service = sparsegdn::service;
+namespace engine = sparsegdn::engine;
+using service::ExitCode;
+using service::Log;
+using service::LogLevel;
+
+using EnginePtr = std::shared_ptr<engine::Engine>;
+
+constexpr auto kShutdownGrace = std::chrono::milliseconds(500);
+
+absl::StatusOr<EnginePtr> LoadEngine(const service::ServerConfig& config,
+                                     engine::EngineObserver* observer) {
+  absl::StatusOr<engine::EngineConfig> engine_config = service::ToEngineConfig(config);
+  if (!engine_config.ok()) return engine_config.status();
+  auto options = service::ToLoadOptions(config);
+  if (!options.ok()) return options.status();
+  auto runner = sparsegdn::model::LoadModel(*options);
+  if (!runner.ok()) return runner.status();
+  auto created =
+      engine::Engine::Create(*engine_config, *std::move(runner), observer, engine::Clock::Real());
+  if (!created.ok()) return created.status();
+  return EnginePtr(*std::move(created));
+}
+
+// The next signal of the set, or nothing after 100 ms.
+std::optional<int> NextSignal(const sigset_t& set) {
+  const timespec wait{0, 100'000'000};
+  const int signal = sigtimedwait(&set, nullptr, &wait);
+  return signal > 0 ? std::optional<int>(signal) : std::nullopt;
+}
+
+void ReloadLimits(const std::vector<std::string>& args, const std::vector<std::string>& env,
+                  service::Server& server) {
+  absl::StatusOr<service::Invocation> read = service::ParseConfig(args, env);
+  absl::Status status = read.status();
+  if (status.ok()) status = server.SetLimits(service::ToEngineLimits(read->config));
+  if (status.ok()) {
+    Log(LogLevel::kInfo, "limits reloaded");
+  } else {
+    Log(LogLevel::kError, "limits not reloaded, the old ones stay",
+        {{"error", std::string(status.message())}});
+  }
+}
+
+// Until SIGTERM, SIGINT or a fault. The model loads on its own thread, so that a stop during the
+// load is obeyed at once.
+ExitCode Run(const service::ServerConfig& config, const std::vector<std::string>& args,
+             const std::vector<std::string>& env, const sigset_t& signals,
+             service::Server& server) {
+  std::promise<absl::StatusOr<EnginePtr>> promise;
+  std::future<absl::StatusOr<EnginePtr>> loaded = promise.get_future();
+  std::thread([&promise, &config, &server] {
+    promise.set_value(LoadEngine(config, &server.metrics()));
+  }).detach();  // never joined: the process ends by _exit
+  EnginePtr engine;
+  while (true) {
+    const std::optional<int> signal = NextSignal(signals);
+    if (signal == SIGHUP) ReloadLimits(args, env, server);
+    if (signal == SIGTERM || signal == SIGINT) {
+      Log(LogLevel::kInfo, "draining", {{"drain_seconds", config.drain_seconds}});
+      const bool all = server.Drain(std::chrono::seconds(config.drain_seconds));
+      Log(all ? LogLevel::kInfo : LogLevel::kWarning, "drained", {{"calls_cut", !all}});
+      return ExitCode::kDrained;
+    }
+    if (engine == nullptr && loaded.valid() &&
+        loaded.wait_for(std::chrono::seconds(0)) == std::future_status::ready) {
+      absl::StatusOr<EnginePtr> result = loaded.get();
+      if (!result.ok()) return service::ReportLoadFailure(result.status());
+      engine = *std::move(result);
+      server.Serve(engine);
+      service::LogServing(*engine);
+    }
+    if (engine != nullptr && !engine->healthy()) {
+      server.health().SetFailed();
+      Log(LogLevel::kError, "device fault: the model cannot run any more");
+      return ExitCode::kDevice;
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> args(argv + 1, argv + argc);
+  std::vector<std::string> env;
+  for (char** entry = environ; *entry != nullptr; ++entry) env.emplace_back(*entry);
+
+  absl::StatusOr<service::Invocation> invocation = service::ParseConfig(args, env);
+  if (!invocation.ok()) {
+    std::fprintf(stderr, "sparsegdn-server: %s\n",
+                 std::string(invocation.status().message()).c_str());
+    return static_cast<int>(ExitCode::kConfig);
+  }
+  if (invocation->help || invocation->version) {
+    std::fputs(invocation->help ? service::HelpText().c_str() : service::VersionText().c_str(),
+               stdout);
+    return 0;
+  }
+
+  // Blocked before any thread starts, so that only Run takes them.
+  sigset_t signals;
+  sigemptyset(&signals);
+  for (const int signal : {SIGTERM, SIGINT, SIGHUP}) sigaddset(&signals, signal);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  std::signal(SIGPIPE, SIG_IGN);
+
+  const service::ServerConfig& config = invocation->config;
+  service::StartLog(config.log_level, config.log_format);
+  absl::StatusOr<std::unique_ptr<service::Server>> server = service::Server::Start(config);
+  ExitCode code;
+  if (server.ok()) {
+    service::AnnouncePorts(**server);
+    code = Run(config, args, env, signals, **server);
+    (*server)->Shutdown(kShutdownGrace);
+  } else {
+    code = service::ReportListenFailure(server.status());
+  }
+  service::StopLog();
+  // Not by return: after large responses gRPC's exit handlers have taken up to ten seconds, and the
+  // engine's threads still run.
+  _exit(static_cast<int>(code));
+}

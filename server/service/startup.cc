@@ -1,0 +1,109 @@
+#include "server/service/startup.h"
+
+#include <grpcpp/grpcpp.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+
+#include "absl/strings/str_cat.h"
+#include "server/model/config.h"
+#include "server/service/convert_response.h"
+#include "server/service/log.h"
+
+namespace sparsegdn::service {
+namespace {
+
+constexpr int64_t kKvBlockTokens = 256;
+
+// With --kv-tokens 0: room for two of the longest prompts, but at most a quarter of the machine's
+// memory at FP32, and at least one chunk.
+int64_t KvTokens(const ServerConfig& config, const model::ModelConfig& model) {
+  if (config.kv_tokens > 0) return config.kv_tokens;
+  int64_t longest = model.max_position_embeddings;
+  if (config.max_prompt_tokens > 0) longest = std::min(longest, config.max_prompt_tokens);
+  const int64_t full =
+      std::count(model.layers.begin(), model.layers.end(), model::LayerKind::kFull);
+  const int64_t bytes = full * 2 * model.num_kv_heads * model.head_dim * 4;
+  const int64_t memory = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+  int64_t tokens = 2 * longest;
+  if (bytes > 0) tokens = std::min(tokens, memory / 4 / bytes);
+  tokens = std::max(tokens, config.chunk_windows * kWindow);
+  return (tokens + kKvBlockTokens - 1) / kKvBlockTokens * kKvBlockTokens;
+}
+
+ExitCode Report(const char* what, const absl::Status& status, ExitCode code) {
+  const std::string message(status.message());
+  std::fprintf(stderr, "sparsegdn-server: %s: %s\n", what, message.c_str());
+  Log(LogLevel::kError, what,
+      {{"error", message}, {"exit_code", static_cast<int64_t>(static_cast<int>(code))}});
+  return code;
+}
+
+}  // namespace
+
+std::string VersionText() {
+  return absl::StrCat("sparsegdn-server ", kServerVersion, " (", kServerCommit, "), gRPC ",
+                      grpc::Version(), "\n");
+}
+
+absl::StatusOr<model::LoadOptions> ToLoadOptions(const ServerConfig& config) {
+  absl::StatusOr<model::ModelConfig> model = model::LoadConfig(config.model_dir);
+  if (!model.ok()) return model.status();
+  model::LoadOptions options;
+  options.dir = config.model_dir;
+  options.backend = config.backend;
+  options.num_threads = static_cast<int>(config.threads);
+  options.round_a_log = config.round_a_log;
+  const int64_t chunk = config.chunk_windows * kWindow;
+  model::RunnerLimits& limits = options.limits;
+  limits.state_slots = static_cast<int32_t>(config.state_slots);
+  limits.max_batch_tokens = config.max_batch_tokens > 0 ? config.max_batch_tokens : 4 * chunk;
+  limits.max_batch_seqs =
+      static_cast<int32_t>(std::min(config.max_batch_requests, config.state_slots));
+  limits.kv_block_tokens = kKvBlockTokens;
+  limits.kv_tokens = KvTokens(config, *model);
+  options.progress = [](std::string_view stage, int64_t done, int64_t total) {
+    Log(LogLevel::kDebug, "loading",
+        {{"stage", std::string(stage)}, {"done", done}, {"total", total}});
+  };
+  options.warning = [](std::string_view message) {
+    Log(LogLevel::kWarning, "model", {{"message", std::string(message)}});
+  };
+  return options;
+}
+
+void AnnouncePorts(const Server& server) {
+  std::printf("sparsegdn-server: gRPC on port %d", server.port());
+  if (server.http_port() > 0) std::printf(", metrics and probes on port %d", server.http_port());
+  std::printf("\n");
+  std::fflush(stdout);
+  Log(LogLevel::kInfo, "listening",
+      {{"port", static_cast<int64_t>(server.port())},
+       {"http_port", static_cast<int64_t>(server.http_port())},
+       {"version", std::string(kServerVersion)},
+       {"commit", std::string(kServerCommit)}});
+}
+
+void LogServing(const engine::Engine& engine) {
+  const model::ModelInfo& info = engine.model_info();
+  Log(LogLevel::kInfo, "serving",
+      {{"model", info.name},
+       {"identity", info.identity},
+       {"backend", info.backend},
+       {"layers", static_cast<int64_t>(info.layers.size())},
+       {"max_context_tokens", info.max_context_tokens},
+       {"default_budget", ToProto(engine.config().default_budget).ShortDebugString()}});
+}
+
+ExitCode ReportLoadFailure(const absl::Status& status) {
+  const bool internal = absl::IsInternal(status) || absl::IsUnknown(status);
+  return Report("cannot load the model", status, internal ? ExitCode::kInternal : ExitCode::kModel);
+}
+
+ExitCode ReportListenFailure(const absl::Status& status) {
+  return Report("cannot listen", status,
+                absl::IsInvalidArgument(status) ? ExitCode::kConfig : ExitCode::kListen);
+}
+
+}  // namespace sparsegdn::service
