@@ -28,8 +28,8 @@ unpack_deb() {
   [ -e "$2/.done" ] && return 0
   rm -rf "$2"
   mkdir -p "$2/deb"
-  (cd "$2/deb" && apt-get download "$1") >>"$log" 2>&1 ||
-    { apt-get update && cd "$2/deb" && apt-get download "$1"; } >>"$log" 2>&1 || return 1
+  (cd "$2/deb" && { apt-get download "$1" || { apt-get update && apt-get download "$1"; }; }) \
+    >>"$log" 2>&1 || return 1
   dpkg -x "$2"/deb/*.deb "$2"
   rm -rf "$2/deb"
   touch "$2/.done"
