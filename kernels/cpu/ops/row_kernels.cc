@@ -9,9 +9,9 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/ops/row_kernels.cc"
 // clang-format off: this order is required
+#include "hwy/contrib/math/math-inl.h"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 #include "hwy/highway.h"
-#include "hwy/contrib/math/math-inl.h"
 // clang-format on
 
 HWY_BEFORE_NAMESPACE();
@@ -22,8 +22,12 @@ using F32 = hn::CappedTag<float, 16>;
 using V32 = hn::Vec<F32>;
 inline constexpr int64_t kLanes = static_cast<int64_t>(hn::MaxLanes(F32()));
 
-// The library's exp gives 0 for NaN, which would hide it.
-HWY_INLINE V32 ExpOf(V32 x) { return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(F32(), x)); }
+// The library's exp is defined up to 104 only, beyond what FP32 holds, and gives 0 for NaN, which
+// would hide it. e^88 is close enough to infinity for a sigmoid.
+HWY_INLINE V32 ExpOf(V32 x) {
+  const V32 clamped = hn::Min(x, hn::Set(F32(), 88.0f));
+  return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(F32(), clamped));
+}
 HWY_INLINE V32 Sigmoid(V32 x) {
   const V32 one = hn::Set(F32(), 1.0f);
   return hn::Div(one, hn::Add(one, ExpOf(hn::Neg(x))));
