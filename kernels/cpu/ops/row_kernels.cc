@@ -8,10 +8,11 @@
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/ops/row_kernels.cc"
-// clang-format off: this order is required
-#include "hwy/contrib/math/math-inl.h"
+// The order of these is required.
+// clang-format off
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 #include "hwy/highway.h"
+#include "hwy/contrib/math/math-inl.h"
 // clang-format on
 
 HWY_BEFORE_NAMESPACE();
