@@ -114,6 +114,7 @@ class EngineImpl final : public Engine {
   std::vector<RequestPtr> running_;
   std::vector<Streaming> streaming_;
   int64_t step_ = 0;
+  bool started_first_ = false;  // NewOnesTookTheStep of the last step
 
   std::atomic<int64_t> active_{0};  // waiting and running
   std::atomic<bool> draining_{false};

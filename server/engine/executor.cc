@@ -204,8 +204,12 @@ std::vector<size_t> EngineImpl::Choose(const EngineLimits& limits) {
   }
   const model::RunnerLimits& device = runner_->limits();
   std::vector<size_t> chosen = PackStep(runnable, step_ + 1,
-                                        {device.max_batch_tokens, device.max_batch_seqs,
-                                         shared_->buffered_bytes, limits.max_buffered_bytes});
+                                        {.max_tokens = device.max_batch_tokens,
+                                         .max_seqs = device.max_batch_seqs,
+                                         .started_first = started_first_,
+                                         .buffered_bytes = shared_->buffered_bytes,
+                                         .max_buffered_bytes = limits.max_buffered_bytes});
+  if (!chosen.empty()) started_first_ = NewOnesTookTheStep(runnable, chosen);
   for (size_t& i : chosen) {
     i = index[i];
     running_[i]->paused_ns = -1;

@@ -29,8 +29,9 @@ std::vector<size_t> PackStep(std::span<const Runnable> running, int64_t step,
   const int64_t span = AgingSteps(running.size());
   const std::vector<size_t> order = SortedBy(running.size(), [&](size_t i) {
     const Runnable& r = running[i];
-    return std::tuple(-(r.priority + (step - r.last_step) / span), r.started, r.last_step,
-                      r.remaining_tokens, r.sequence);
+    return std::tuple(-(r.priority + (step - r.last_step) / span),
+                      r.started != limits.started_first, r.last_step, r.remaining_tokens,
+                      r.sequence);
   });
   std::vector<size_t> chosen;
   int64_t tokens = 0;
@@ -45,6 +46,12 @@ std::vector<size_t> PackStep(std::span<const Runnable> running, int64_t step,
     bytes += r.emitted_bytes;
   }
   return chosen;
+}
+
+bool NewOnesTookTheStep(std::span<const Runnable> running, std::span<const size_t> chosen) {
+  const auto started = [&](size_t i) { return running[i].started; };
+  return !chosen.empty() && std::none_of(chosen.begin(), chosen.end(), started) &&
+         std::any_of(running.begin(), running.end(), [](const Runnable& r) { return r.started; });
 }
 
 }  // namespace sparsegdn::engine

@@ -43,17 +43,21 @@ struct Runnable {
 struct StepLimits {
   int64_t max_tokens = 0;
   int32_t max_seqs = 0;
+  bool started_first = false;
   int64_t buffered_bytes = 0;      // unread frames now
   int64_t max_buffered_bytes = 0;  // the chosen chunks' frames stay below, or one runs alone
 };
 
 // Indices of the requests whose next chunk runs in step `step`, each whole. First by priority with
 // aging, then those that have not run yet, then the one that ran longest ago (round-robin), then
-// the shortest, then arrival. The first in order always fits. So however many long prompts run, a
-// short one that is admitted during a step is in the next one, unless other new or higher ones
-// fill it; and a stream of new ones delays a long prompt by AgingSteps at most at each turn.
+// the shortest, then arrival. The first in order always fits. `limits.started_first` turns the
+// second rule round; set it after a step in which only new ones ran while others waited
+// (NewOnesTookTheStep). So however many long prompts run, a short one that is admitted during a
+// step waits for one more at most, unless other new or higher ones fill it, and however many new
+// ones come, the long ones get every second step.
 std::vector<size_t> PackStep(std::span<const Runnable> running, int64_t step,
                              const StepLimits& limits);
+bool NewOnesTookTheStep(std::span<const Runnable> running, std::span<const size_t> chosen);
 
 }  // namespace sparsegdn::engine
 
