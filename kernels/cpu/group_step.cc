@@ -13,8 +13,11 @@ namespace {
 constexpr bool kIsFloat(float) { return true; }
 constexpr bool kIsFloat(uint16_t) { return false; }
 constexpr float kNormEps = 1e-6f;
-// -ln 512: AUTO may drop blocks whose entries decay has made smaller than beta / 512.
-constexpr double kDropBelow = -6.238324625039508;
+// AUTO may drop blocks whose entries decay has made smaller than beta / 512, one rounding to bf16;
+// with fp32 products it waits for one rounding to fp32, beta * 2^-24. Dropping saves no time here,
+// because blocks are substituted rather than inverted; it keeps AUTO one thing on every backend.
+constexpr double kDropBelowBf16 = -6.238324625039508;
+constexpr double kDropBelowF32 = -16.635532333438686;
 // AUTO trusts that bound only for keys this short (bf16 rounding of unit keys stays below).
 constexpr float kMaxSquaredKey = 1.0625f;
 
@@ -148,10 +151,10 @@ bool GroupStep<E>::DropsFarBlocks(int h) const {
     if (!(square * s.key_norm[i] * s.key_norm[i] <= kMaxSquaredKey)) return false;
   }
   const double* sum = s.heads[h].gate_sum;
+  const double limit = kIsFloat(E()) ? kDropBelowF32 : kDropBelowBf16;
   const auto decayed = [&](int later, int earlier) {
     return num_events_ <= later ||
-           sum[events_[later] - segment_begin_] - sum[events_[earlier] - segment_begin_] <=
-               kDropBelow;
+           sum[events_[later] - segment_begin_] - sum[events_[earlier] - segment_begin_] <= limit;
   };
   return decayed(32, 15) && decayed(48, 31);
 }
