@@ -6,6 +6,7 @@
 #include <ctime>
 #include <future>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <thread>
@@ -33,8 +34,8 @@ using EnginePtr = std::shared_ptr<engine::Engine>;
 
 constexpr auto kShutdownGrace = std::chrono::milliseconds(500);
 
-absl::StatusOr<EnginePtr> LoadEngine(const service::ServerConfig& config,
-                                     engine::EngineObserver* observer) {
+absl::StatusOr<EnginePtr> TryLoadEngine(const service::ServerConfig& config,
+                                        engine::EngineObserver* observer) {
   absl::StatusOr<engine::EngineConfig> engine_config = service::ToEngineConfig(config);
   if (!engine_config.ok()) return engine_config.status();
   auto options = service::ToLoadOptions(config);
@@ -45,6 +46,18 @@ absl::StatusOr<EnginePtr> LoadEngine(const service::ServerConfig& config,
       engine::Engine::Create(*engine_config, *std::move(runner), observer, engine::Clock::Real());
   if (!created.ok()) return created.status();
   return EnginePtr(*std::move(created));
+}
+
+// Everything is reserved at start, so this is where a machine that is too small shows.
+absl::StatusOr<EnginePtr> LoadEngine(const service::ServerConfig& config,
+                                     engine::EngineObserver* observer) {
+  try {
+    return TryLoadEngine(config, observer);
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError(
+        "not enough memory for the model with these --state-slots, --kv-tokens and "
+        "--max-batch-tokens");
+  }
 }
 
 // The next signal of the set, or nothing after 100 ms.
