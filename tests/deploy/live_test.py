@@ -105,6 +105,10 @@ class Running:
 
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
+        self.server = self.prometheus = None
+
+    def start(self):
+        folder = self.folder
         # The CPU image with every part of `config` present.
         config = chart_config(folder, {"gpu": {"enabled": False}, "config": {
             "engine": {"state_slots": 4}, "limits": {"max_queue_tokens": 4194304},
@@ -136,8 +140,9 @@ class Running:
             self.folder, "prometheus", lib.PROMETHEUS, f"--config.file={config}",
             f"--storage.tsdb.path={self.folder}/tsdb", f"--web.listen-address=127.0.0.1:{port}")
         self.api = f"http://127.0.0.1:{port}/api/v1/"
-        wait_until("first scrape",
-                   lambda: self.prometheus.alive() and self.query("up == 1"))
+        wait_until("Prometheus", lambda: self.prometheus.alive() and get(
+            f"http://127.0.0.1:{port}/-/ready")[0] == 200)
+        wait_until("first scrape", lambda: self.query("up == 1"))
 
     def hurried(self, path):
         """A copy of a rule file whose groups are evaluated as often as the server is scraped."""
@@ -173,8 +178,9 @@ class Running:
         return dict(re.findall(r"^# TYPE (\S+) (\S+)$", body, re.MULTILINE))
 
     def stop(self):
-        self.prometheus.stop()
-        return self.server.stop()
+        for process in (self.prometheus, self.server):
+            if process:
+                process.stop()
 
 
 class Live(unittest.TestCase):
@@ -185,6 +191,7 @@ class Live(unittest.TestCase):
         cls.addClassCleanup(cls.folder.cleanup)
         cls.running = Running(cls.folder.name)
         cls.addClassCleanup(cls.running.stop)
+        cls.running.start()
         cls.running.load()
         cls.dashboard = json.loads(lib.DASHBOARD.read_text())
 
