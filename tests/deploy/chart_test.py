@@ -81,10 +81,10 @@ WRONG_TOGETHER = {
 }
 
 
-def templates(values):
+def templates(values, path=CHART):
     """Rendered files that are not empty, by template name, NOTES apart."""
     import helm_python as helm
-    with helm.Chart.load(CHART) as chart:
+    with helm.Chart.load(path) as chart:
         chart.validate_schema(values)
         rendered = chart.render(values, name="sparsegdn", namespace="default")
     return {name: text.strip() + "\n" for name, text in sorted(rendered.items())
@@ -143,6 +143,14 @@ class Chart(unittest.TestCase):
     def test_plain_manifest_is_fresh(self):
         self.assertEqual(RENDERED.read_text(), plain_manifest(),
                          "run tests/deploy/chart_test.py --write")
+
+    def test_package_is_whole(self):
+        import helm_python as helm
+        # Rules and dashboard are links out of the chart's folder: a package must hold their text.
+        with tempfile.TemporaryDirectory() as folder:
+            with helm.Chart.load(CHART) as chart:
+                package = chart.save(folder)
+            self.assertEqual(templates(EVERYTHING, package), templates(EVERYTHING))
 
     def test_kinds(self):
         base = {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service"}
