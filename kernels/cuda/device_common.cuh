@@ -9,9 +9,6 @@
 
 namespace sparsegdn::cuda {
 
-// Tokens per time segment: a sequence is split into at most ceil(length / kSegmentTokens) parts.
-inline constexpr int64_t kSegmentTokens = 1024;
-
 __device__ __forceinline__ float LoadAs(const void* data, DType dtype, int64_t index) {
   if (dtype == DType::kF32) return static_cast<const float*>(data)[index];
   if (dtype == DType::kBF16) {
@@ -33,16 +30,6 @@ __device__ __forceinline__ void StoreAs(void* data, DType dtype, int64_t index, 
 __device__ __forceinline__ float LoadElement(const ConstTensorRef& t, int64_t token, int head,
                                              int i) {
   return LoadAs(t.data, t.dtype, token * t.token_stride + head * t.head_stride + i);
-}
-
-// Time segments of a sequence: a function of its own length and of the head count alone, so that
-// the result of a sequence never depends on the pack or on the device.
-__host__ __device__ __forceinline__ int64_t SegmentCount(int64_t length, int32_t num_v_heads) {
-  const int64_t by_length = (length + kSegmentTokens - 1) / kSegmentTokens;
-  const int64_t blocks = length >= 65536 ? 512 : 256;
-  const int64_t cap = blocks / num_v_heads < 1 ? 1 : blocks / num_v_heads;
-  const int64_t n = by_length < cap ? by_length : cap;
-  return n < 1 ? 1 : n;
 }
 
 // Index of the sequence that owns `item`, from exclusive prefix offsets [num_seqs + 1].

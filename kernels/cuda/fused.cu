@@ -17,9 +17,8 @@ namespace {
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1) FusedKernel(const __grid_constant__ Params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ uint8_t raw[];
-  Shared& sm =
-      *reinterpret_cast<Shared*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
+  extern __shared__ __align__(1024) uint8_t raw[];
+  Shared& sm = *reinterpret_cast<Shared*>(raw);
   if (threadIdx.x < 32) {
     const bool work = PlanSegment(p, &sm.job);
     if (threadIdx.x == 0) {
@@ -53,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, 1) FusedKernel(const __grid_constant
 
 template <typename T>
 cudaError_t Launch(const Params& p, cudaStream_t stream) {
-  constexpr int kBytes = static_cast<int>(sizeof(Shared)) + 1024;  // room to align
+  constexpr int kBytes = static_cast<int>(sizeof(Shared));
   const cudaError_t error =
       cudaFuncSetAttribute(FusedKernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;

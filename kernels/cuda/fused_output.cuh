@@ -74,30 +74,28 @@ class OutputSide {
     CopyCommit();
   }
 
-  // q_t . k_t of the tile's rows; two threads a row.
-  __device__ __forceinline__ void SelfDots() {
-    const int row = tid_ / 2, half = tid_ % 2;
-    const uint8_t* q = sm_.tile[wg_][0][half];
-    const uint8_t* k = sm_.tile[wg_][1][half];
-    float sum = 0.0f;
+  // q_t . k_t of this thread's two rows: the diagonals of the warp's two 16 x 8 products.
+  __device__ __forceinline__ float2 SelfDots() {
+    const int lane = tid_ % 32;
+    uint32_t at = q_ + PanelOffset(tid_ / 32 * 16 + lane % 16, lane / 16 * 8);
+    float low[4] = {}, high[4] = {};  // columns 0..7 and 8..15
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t at = PanelOffset(row, (i ^ (4 * half)) * 8);
-      const uint4 a = *reinterpret_cast<const uint4*>(q + at);
-      const uint4 b = *reinterpret_cast<const uint4*>(k + at);
-      const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const float2 f = Unpack<T>(x[w]), g = Unpack<T>(y[w]);
-        sum += f.x * g.x + f.y * g.y;
-      }
+    for (int k = 0; k < 8; ++k) {
+      const uint32_t from = (at ^ (k % 4 << 5)) + k / 4 * kPanel;
+      uint32_t a[4], b[4];
+      LoadMatrices(a, from);
+      LoadMatrices(b, from + 2 * kPanel);
+      MmaHalf<T>(low, a, b[0], b[2]);
+      MmaHalf<T>(high, a, b[1], b[3]);
     }
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    if (half == 0) sm_.self_dot[wg_][row] = sum;
+    const int g = lane / 4;
+    const float x = g % 2 == 0 ? low[0] : low[1], y = g % 2 == 0 ? high[2] : high[3];
+    const int owner = (lane & ~3) + g / 2;
+    return make_float2(__shfl_sync(0xffffffffu, x, owner), __shfl_sync(0xffffffffu, y, owner));
   }
 
-  // Q K^T in `scores` and Q S_B in `o`.
-  __device__ __forceinline__ void StateProducts(int n, float (&scores)[32], float (&o)[64]) {
+  // Q K^T in `scores` and Q S_B in `o`; returns q . k of the thread's rows.
+  __device__ __forceinline__ float2 StateProducts(int n, float (&scores)[32], float (&o)[64]) {
     const uint32_t keys = SharedAddress(sm_.key[n % 2]), state = SharedAddress(sm_.state[0]);
     WgmmaFence();
 #pragma unroll
@@ -111,10 +109,12 @@ class OutputSide {
                          PanelDescriptor(state + k * kStepKTransposed, kStatePanel), k > 0);
     }
     WgmmaCommit();
-    if (job_.self_term) SelfDots();
+    float2 dots = make_float2(0.0f, 0.0f);
+    if (job_.self_term) dots = SelfDots();
     WgmmaWait<0>();
     FenceRegisters(scores);
     FenceRegisters(o);
+    return dots;
   }
 
   // Per-row values of this thread's two rows.
@@ -125,9 +125,9 @@ class OutputSide {
   };
   __device__ __forceinline__ RowFactors LoadRow(int row, int end) const {
     const int64_t at = row < end ? row : end - 1;
-    const float2 g = p_.ws.gate_sum[job_.head * p_.num_tokens + at];
+    const float2 g = job_.gate_sum[at];
     RowFactors f{g.x, g.y, 1.0f, 0.0f};
-    if (job_.self_term) f.self = p_.ws.beta[job_.head * p_.num_tokens + at];
+    if (job_.self_term) f.self = job_.beta[at];
     if (p_.normalize_qk) {
       f.norm = p_.ws.q_norm[job_.pair * p_.num_tokens + at];
       f.self *= f.norm * p_.ws.k_norm[job_.pair * p_.num_tokens + at];
@@ -136,23 +136,30 @@ class OutputSide {
   }
 
   // P from Q K^T as the A operand of P U; clears `self` of rows that are events.
-  __device__ __forceinline__ void FormP(int n, int row, RowFactors (&f)[2],
-                                        const float (&scores)[32], uint32_t (&a)[4][4]) {
-    const Event* events = sm_.factors[n % 2].event;
+  __device__ __forceinline__ void FormP(const Factors& e, bool scaled, int row, RowFactors (&f)[2],
+                                        float (&scores)[32], uint32_t (&a)[4][4]) {
+    if (!scaled) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float4 gates = *reinterpret_cast<const float4*>(&e.gate[8 * j + column_]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          scores[4 * j + 2 * half] *= Decay(f[half].high, f[half].low, gates.x, gates.y);
+          scores[4 * j + 2 * half + 1] *= Decay(f[half].high, f[half].low, gates.z, gates.w);
+        }
+      }
+    }
     bool is_event[2] = {false, false};
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const Event e0 = events[8 * j + column_], e1 = events[8 * j + column_ + 1];
+      const int2 tokens = *reinterpret_cast<const int2*>(&e.token[8 * j + column_]);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int token = row + row_ + 8 * half;
-        const float d0 = Decay(f[half].high, f[half].low, e0.gate_high, e0.gate_low);
-        const float d1 = Decay(f[half].high, f[half].low, e1.gate_high, e1.gate_low);
-        const float x0 = scores[4 * j + 2 * half] * (f[half].norm * e0.k_norm) * d0;
-        const float x1 = scores[4 * j + 2 * half + 1] * (f[half].norm * e1.k_norm) * d1;
         a[j / 2][j % 2 * 2 + half] =
-            Pack<T>(e0.token <= token ? x0 : 0.0f, e1.token <= token ? x1 : 0.0f);
-        is_event[half] = is_event[half] || e0.token == token || e1.token == token;
+            Pack<T>(tokens.x <= token ? scores[4 * j + 2 * half] : 0.0f,
+                    tokens.y <= token ? scores[4 * j + 2 * half + 1] : 0.0f);
+        is_event[half] = is_event[half] || tokens.x == token || tokens.y == token;
       }
     }
 #pragma unroll
@@ -177,35 +184,42 @@ class OutputSide {
     FenceRegisters(o);
   }
 
-  // o with scale and self term, in this thread's places of the v panels where the dtype has 16
-  // bits.
-  __device__ __forceinline__ void Emit(int row, int end, const RowFactors (&f)[2], float (&o)[64]) {
+  // factor * o + self * v, in this thread's places of the v panels where o has 16 bits.
+  __device__ __forceinline__ void Emit(int row, int end, const float (&factor)[2],
+                                       const float (&self)[2], float (&o)[64]) {
     const uint32_t base = CellBase(sm_.tile[wg_][2][0], row_, column_);
+    const bool bf16 = p_.o.dtype == DType::kBF16, wide = p_.o.dtype == DType::kF32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int r = row_ + 8 * half;
-      const float self = job_.self_term ? f[half].self * sm_.self_dot[wg_][r] : 0.0f;
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
         const uint32_t cell = (base ^ (j % 8 << 4)) + half * 1024 + j / 8 * kPanel;
-        float x = o[4 * j + 2 * half], y = o[4 * j + 2 * half + 1];
-        if (self != 0.0f) {
+        float& x = o[4 * j + 2 * half];
+        float& y = o[4 * j + 2 * half + 1];
+        x *= factor[half];
+        y *= factor[half];
+        if (job_.self_term) {
           const float2 v = Unpack<T>(LoadCell(cell));
-          x += self * v.x;
-          y += self * v.y;
+          x += self[half] * v.x;
+          y += self[half] * v.y;
         }
-        x *= p_.scale;
-        y *= p_.scale;
-        if (p_.o.dtype == DType::kBF16) {
-          StoreCell(cell, Pack<__nv_bfloat16>(x, y));
-        } else if (p_.o.dtype == DType::kF16) {
-          StoreCell(cell, Pack<__half>(x, y));
-        } else if (row + r < end) {
-          float* to = static_cast<float*>(p_.o.data) + (row + r) * p_.o.token_stride +
-                      job_.head * p_.o.head_stride + 8 * j + column_;
-          to[0] = x;
-          to[1] = y;
+        if (!wide) {
+          const uint32_t as_bf16 = Pack<__nv_bfloat16>(x, y), as_half = Pack<__half>(x, y);
+          StoreCell(cell, bf16 ? as_bf16 : as_half);
         }
+      }
+    }
+    if (!wide) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = row + row_ + 8 * half;
+      float* to = static_cast<float*>(p_.o.data) + r * p_.o.token_stride +
+                  job_.head * p_.o.head_stride + column_;
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        if (r >= end) break;
+        to[8 * j] = o[4 * j + 2 * half];
+        to[8 * j + 1] = o[4 * j + 2 * half + 1];
       }
     }
   }
@@ -236,26 +250,34 @@ class OutputSide {
     ProxyFence();
     WarpgroupBarrier();
     float scores[32], o[64];
-    StateProducts(n, scores, o);
-    WarpgroupBarrier();  // q and k are read, the dots are there
+    const float2 dots = StateProducts(n, scores, o);
+    WarpgroupBarrier();  // q and k are read
     FetchQueries(next);
-    const float2 before = sm_.factors[n % 2].before;
+    const Factors& e = sm_.factors[n % 2];
+    const bool scaled = e.before.x - e.after.x <= kScaledFrameLog2<T>;
+    float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float x = f[half].norm * Decay(f[half].high, f[half].low, before.x, before.y);
+      factor[half] = Decay(f[half].high, f[half].low, e.before.x, e.before.y);
+      f[half].self *= half == 0 ? dots.x : dots.y;
+      if (scaled) continue;
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
-        o[4 * j + 2 * half] *= x;
-        o[4 * j + 2 * half + 1] *= x;
+        o[4 * j + 2 * half] *= factor[half];
+        o[4 * j + 2 * half + 1] *= factor[half];
       }
+      factor[half] = 1.0f;
     }
     uint32_t a[4][4];
-    FormP(n, row, f, scores, a);
+    FormP(e, scaled, row, f, scores, a);
     if (u_parity >= 0) BarrierWait(&sm_.u_full, u_parity);
     AddEvents(a, o);
+    factor[0] *= f[0].norm * p_.scale;
+    factor[1] *= f[1].norm * p_.scale;
+    const float self[2] = {f[0].self * p_.scale, f[1].self * p_.scale};
     CopyWait<1>();  // v
     WarpgroupBarrier();
-    Emit(row, end, f, o);
+    Emit(row, end, factor, self, o);
     WarpgroupBarrier();
     StoreTile(row, end);
     WarpgroupBarrier();

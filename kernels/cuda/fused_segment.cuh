@@ -6,10 +6,10 @@
 
 namespace sparsegdn::cuda::fused {
 
-__device__ __forceinline__ int WindowGroups(const Params& p, const Job& job, int window) {
+__device__ __forceinline__ int WindowGroups(const Job& job, int window) {
   if (window >= job.windows) return 0;
   Cursor c;
-  EnterWindow(p, job, window, &c);
+  EnterWindow(job, window, &c);
   return c.groups;
 }
 
@@ -18,10 +18,10 @@ struct GroupPlace {
 };
 
 // The window and in-window index of group `index` of the sequence; one warp, index < total.
-__device__ inline GroupPlace LocateGroup(const Params& p, const Job& job, int index) {
+__device__ inline GroupPlace LocateGroup(const Job& job, int index) {
   const int lane = threadIdx.x % 32;
   for (int base = 0;; base += 32) {
-    const int own = WindowGroups(p, job, base + lane);
+    const int own = WindowGroups(job, base + lane);
     int x = own;
     for (int d = 1; d < 32; d *= 2) {
       const int y = __shfl_up_sync(0xffffffffu, x, d);
@@ -37,26 +37,25 @@ __device__ inline GroupPlace LocateGroup(const Params& p, const Job& job, int in
   }
 }
 
-__device__ __forceinline__ double GateSumBefore(const Params& p, const Job& job, const Cursor& c,
-                                                int row) {
+__device__ __forceinline__ double GateSumBefore(const Job& job, const Cursor& c, int row) {
   if (row <= c.row0) return 0.0;
-  const float2 g = p.ws.gate_sum[job.head * p.num_tokens + row - 1];
+  const float2 g = job.gate_sum[row - 1];
   return static_cast<double>(g.x) + static_cast<double>(g.y);
 }
 
 // Sets where the state side begins: the latest group from whose start the decay to the first own
 // group is at most 2^-kWarmupLog2, else the sequence's start. A lane looks at one group of a
 // window.
-__device__ inline void FindWarmup(const Params& p, GroupPlace own, Job* job) {
+__device__ inline void FindWarmup(GroupPlace own, Job* job) {
   const int lane = threadIdx.x % 32;
   Cursor c;
-  EnterWindow(p, *job, own.window, &c);
-  double sum = GateSumBefore(p, *job, c, GroupBegin(p, *job, c, own.group));
+  EnterWindow(*job, own.window, &c);
+  double sum = GateSumBefore(*job, c, GroupBegin(*job, c, own.group));
   int candidates = own.group, passed = 0;
   for (;;) {
     bool enough = false;
     if (lane < candidates) {
-      const double before = GateSumBefore(p, *job, c, GroupBegin(p, *job, c, lane));
+      const double before = GateSumBefore(*job, c, GroupBegin(*job, c, lane));
       enough = sum - before <= -kWarmupLog2;
     }
     const unsigned found = __ballot_sync(0xffffffffu, enough);
@@ -70,8 +69,8 @@ __device__ inline void FindWarmup(const Params& p, GroupPlace own, Job* job) {
     }
     passed += candidates;
     if (c.window == 0) break;
-    EnterWindow(p, *job, c.window - 1, &c);
-    sum += GateSumBefore(p, *job, c, c.row0 + c.rows);
+    EnterWindow(*job, c.window - 1, &c);
+    sum += GateSumBefore(*job, c, c.row0 + c.rows);
     candidates = c.groups;
   }
   job->start_window = job->start_group = 0;
@@ -101,9 +100,13 @@ __device__ inline bool PlanSegment(const Params& p, Job* job) {
   j.cut64 = j.dense && s.snapshot_every > 0;
   j.self_term = !j.dense && s.budget.local == LocalTerm::kSelf;
   j.adjacent = s.budget.solver == Solver::kBlockAdjacent;
+  j.gate_sum = p.ws.gate_sum + j.head * p.num_tokens;
+  j.beta = p.ws.beta + j.head * p.num_tokens;
+  j.event_rows = p.ws.events + j.pair * p.num_tokens;
+  j.event_counts = p.ws.event_count + j.pair * p.ws.windows + j.window0;
   int total = 0;
   for (int base = 0; base < j.windows; base += 32) {
-    total += WarpSum(WindowGroups(p, j, base + static_cast<int>(threadIdx.x % 32)));
+    total += WarpSum(WindowGroups(j, base + static_cast<int>(threadIdx.x % 32)));
   }
   j.first_own = static_cast<int>(int64_t{j.segment} * total / j.segments);
   const int end = static_cast<int>(int64_t{j.segment + 1} * total / j.segments);
@@ -111,12 +114,12 @@ __device__ inline bool PlanSegment(const Params& p, Job* job) {
   j.end_row = j.row0 + j.length;
   j.from_start = 1;
   if (end < total) {
-    const GroupPlace at = LocateGroup(p, j, end);
+    const GroupPlace at = LocateGroup(j, end);
     Cursor c;
-    EnterWindow(p, j, at.window, &c);
-    j.end_row = GroupBegin(p, j, c, at.group);
+    EnterWindow(j, at.window, &c);
+    j.end_row = GroupBegin(j, c, at.group);
   }
-  if (j.groups > 0 && j.first_own > 0) FindWarmup(p, LocateGroup(p, j, j.first_own), &j);
+  if (j.groups > 0 && j.first_own > 0) FindWarmup(LocateGroup(j, j.first_own), &j);
   j.groups += j.warm_groups;
   *job = j;
   return true;
@@ -128,17 +131,17 @@ template <typename T>
 __device__ inline void CheckWarmupNorms(const Params& p, const Job& job, int* bad) {
   if (job.from_start || p.normalize_qk) return;
   Cursor c;
-  EnterWindow(p, job, job.start_window, &c);
+  EnterWindow(job, job.start_window, &c);
   c.group = job.start_group;
   const int row = threadIdx.x / 8, part = threadIdx.x % 8;
   const T* keys = static_cast<const T*>(p.k.data) + job.pair * p.k.head_stride + part * 16;
-  for (int n = 0; n < job.warm_groups; ++n, NextGroup(p, job, &c)) {
+  for (int n = 0; n < job.warm_groups; ++n, NextGroup(job, &c)) {
     const int e = FirstEvent(c, c.group) + row;
     const bool live = e < FirstEvent(c, c.group + 1) && e < c.events;
     float sum = 0.0f;
     int token = 0;
     if (live) {
-      token = EventRow(p, job, c, e);
+      token = EventRow(job, c, e);
       const uint4* x = reinterpret_cast<const uint4*>(keys + token * p.k.token_stride);
       for (int i = 0; i < 2; ++i) {
         const uint4 piece = x[i];
@@ -149,7 +152,7 @@ __device__ inline void CheckWarmupNorms(const Params& p, const Job& job, int* ba
       }
     }
     for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-    if (live && !(sum * p.ws.beta[job.head * p.num_tokens + token] <= 2.0f)) *bad = 1;
+    if (live && !(sum * job.beta[token] <= 2.0f)) *bad = 1;
   }
 }
 

@@ -22,20 +22,25 @@ inline constexpr int kNoToken = 0x7fffffff;
 // fp32 relative to its own norm.
 inline constexpr double kWarmupLog2 = 24.0;
 
+// A group may run in the frame u'' = e^{-G} u (G from the group's start) while e^{-G} stays this
+// far inside the range of the 16-bit type. Then no product of pairs of tokens needs an exponential:
+//   u'' = beta (e^{-G} v - S_B^T k) - sum beta (k . k) u'',   S_next = e^{G_end} (S_B + K^T U''),
+//   o_t = e^{G_t} (S_B^T q_t + sum (q_t . k_i) u''_i)
+// Otherwise the factors e^{G_i - G_l} are applied pair by pair.
+template <typename T>
+inline constexpr float kScaledFrameLog2 = std::is_same_v<T, __half> ? 8.0f : 96.0f;
+
 // Named barriers (0 is __syncthreads). One for the state side, one for each warpgroup.
 inline constexpr int kBarrierState = 1;
 inline constexpr int kBarrierGroup0 = 2;
 
-struct Event {
-  float gate_high, gate_low;  // gate sum through the event
-  int token;                  // row of the pack, kNoToken past the end
-  float k_norm;
-};
-
-// What both sides read of a group while it is current. Two slots.
+// What both sides read of a group while it is current. Two slots. Gate sums are high + low parts in
+// log2 units and run within the window. Past the last event: kNoToken, -1e30, 0, 0.
 struct Factors {
-  Event event[kGroup];
+  int token[kGroup];  // rows of the pack
+  float2 gate[kGroup];
   float beta[kGroup];
+  float k_norm[kGroup];
   float2 before, after;  // gate sums before the first and through the last owned token
 };
 
@@ -60,6 +65,16 @@ struct Job {
   int first_own;                  // index of the first own group in the sequence
   int end_row;                    // after the last owned token
   int from_start;                 // begins with the sequence's own initial state
+  const float2* gate_sum;         // of the head, by row of the pack
+  const float* beta;
+  const uint16_t* event_rows;   // of the pair, by row of the pack
+  const int32_t* event_counts;  // of the pair, by window of the sequence
+};
+
+// A walk over the groups of one head pair.
+struct Cursor {
+  int window, group, groups;  // position, and groups of this window
+  int row0, rows, events, shift;
 };
 
 struct __align__(1024) Shared {
@@ -73,22 +88,15 @@ struct __align__(1024) Shared {
   float scratch[32 * kHalfRow];
   Factors factors[2];
   Rows rows[4];
-  float self_dot[2][kTile];
   Job job;
+  Cursor cursor;  // of the state side, two groups ahead
   uint64_t state_full, u_full, group_done;
   int norms_bad;
   int active;
 };
-static_assert(sizeof(Shared) + 1024 <= 232448, "one block of Hopper's shared memory");
+static_assert(sizeof(Shared) <= 232448, "one block of Hopper's shared memory");
 
-// A walk over the groups of one head pair.
-struct Cursor {
-  int window, group, groups;  // position, and groups of this window
-  int row0, rows, events, shift;
-};
-
-__device__ __forceinline__ void EnterWindow(const Params& p, const Job& job, int window,
-                                            Cursor* c) {
+__device__ __forceinline__ void EnterWindow(const Job& job, int window, Cursor* c) {
   const int64_t first = job.first_position;
   const int64_t start = (first / kWindow + window) * kWindow;
   const int64_t low = start > first ? start : first;
@@ -99,31 +107,29 @@ __device__ __forceinline__ void EnterWindow(const Params& p, const Job& job, int
   c->row0 = job.row0 + static_cast<int>(low - first);
   c->rows = static_cast<int>(high - low);
   c->shift = job.cut64 ? static_cast<int>(low % kGroup) : 0;
-  c->events =
-      job.dense ? c->rows : p.ws.event_count[job.pair * p.ws.windows + job.window0 + window];
+  c->events = job.dense ? c->rows : job.event_counts[window];
   const int groups = (c->events + c->shift + 63) / 64;
   c->groups = groups > 0 ? groups : 1;
 }
 
-__device__ __forceinline__ void NextGroup(const Params& p, const Job& job, Cursor* c) {
+__device__ __forceinline__ void NextGroup(const Job& job, Cursor* c) {
   if (++c->group == c->groups && c->window + 1 < job.windows) {
-    EnterWindow(p, job, c->window + 1, c);
+    EnterWindow(job, c->window + 1, c);
   }
 }
 
-__device__ __forceinline__ int EventRow(const Params& p, const Job& job, const Cursor& c, int e) {
-  return c.row0 + (job.dense ? e : p.ws.events[job.pair * p.num_tokens + c.row0 + e]);
+__device__ __forceinline__ int EventRow(const Job& job, const Cursor& c, int e) {
+  return c.row0 + (job.dense ? e : job.event_rows[c.row0 + e]);
 }
 __device__ __forceinline__ int FirstEvent(const Cursor& c, int group) {
   const int e = 64 * group - c.shift;
   return e > 0 ? e : 0;
 }
 // First owned row of group `group` of the cursor's window; its end for group == groups.
-__device__ __forceinline__ int GroupBegin(const Params& p, const Job& job, const Cursor& c,
-                                          int group) {
+__device__ __forceinline__ int GroupBegin(const Job& job, const Cursor& c, int group) {
   if (group == 0) return c.row0;
   if (group >= c.groups) return c.row0 + c.rows;
-  return EventRow(p, job, c, FirstEvent(c, group));
+  return EventRow(job, c, FirstEvent(c, group));
 }
 
 }  // namespace sparsegdn::cuda::fused

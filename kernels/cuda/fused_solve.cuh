@@ -10,11 +10,6 @@
 
 namespace sparsegdn::cuda::fused {
 
-__device__ __forceinline__ uint32_t ToTf32(float x) {
-  uint32_t r;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
-  return r;
-}
 __device__ __forceinline__ void MmaTf32(float (&d)[4], const uint32_t (&a)[4],
                                         const uint32_t (&b)[2]) {
   asm volatile(
@@ -24,28 +19,33 @@ __device__ __forceinline__ void MmaTf32(float (&d)[4], const uint32_t (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// x as two TF32 numbers: its upper 19 bits, and the rest (of which the product reads 19 bits).
+__device__ __forceinline__ void SplitTf32(float x, uint32_t* high, uint32_t* low) {
+  *high = __float_as_uint(x) & 0xffffe000u;
+  *low = __float_as_uint(x - __uint_as_float(*high));
+}
+
+// A lane's place in the fragments of m16n8k8.
+struct Lane {
+  int group, member;  // lane / 4, lane % 4
+};
+
 // d[16, 8] = a[16, 8 steps] b[8 steps, 8], row-major in shared memory, by one warp.
 template <int kSteps>
-__device__ __forceinline__ void WarpProduct(const float* a, int a_row, const float* b, int b_row,
-                                            float (&d)[4]) {
-  const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+__device__ __forceinline__ void WarpProduct(Lane at, const float* a, int a_row, const float* b,
+                                            int b_row, float (&d)[4]) {
   d[0] = d[1] = d[2] = d[3] = 0.0f;
+  a += at.group * a_row + at.member;
+  b += at.member * b_row + at.group;
 #pragma unroll
   for (int k = 0; k < 8 * kSteps; k += 8) {
-    const float x[4] = {a[g * a_row + k + c], a[(g + 8) * a_row + k + c], a[g * a_row + k + c + 4],
-                        a[(g + 8) * a_row + k + c + 4]};
-    const float y[2] = {b[(k + c) * b_row + g], b[(k + c + 4) * b_row + g]};
     uint32_t x_high[4], x_low[4], y_high[2], y_low[2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      x_high[i] = ToTf32(x[i]);
-      x_low[i] = ToTf32(x[i] - __uint_as_float(x_high[i]));
+      SplitTf32(a[i % 2 * 8 * a_row + k + i / 2 * 4], &x_high[i], &x_low[i]);
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      y_high[i] = ToTf32(y[i]);
-      y_low[i] = ToTf32(y[i] - __uint_as_float(y_high[i]));
-    }
+    for (int i = 0; i < 2; ++i) SplitTf32(b[(k + 4 * i) * b_row], &y_high[i], &y_low[i]);
     MmaTf32(d, x_low, y_high);
     MmaTf32(d, x_high, y_low);
     MmaTf32(d, x_high, y_high);
@@ -53,10 +53,11 @@ __device__ __forceinline__ void WarpProduct(const float* a, int a_row, const flo
 }
 
 // Stores sign * d at to[16, 8].
-__device__ __forceinline__ void WarpStore(float* to, int row, const float (&d)[4], float sign) {
-  const int g = threadIdx.x % 32 / 4, c = 2 * (threadIdx.x % 4);
-  *reinterpret_cast<float2*>(&to[g * row + c]) = make_float2(sign * d[0], sign * d[1]);
-  *reinterpret_cast<float2*>(&to[(g + 8) * row + c]) = make_float2(sign * d[2], sign * d[3]);
+__device__ __forceinline__ void WarpStore(Lane at, float* to, int row, const float (&d)[4],
+                                          float sign) {
+  to += at.group * row + 2 * at.member;
+  *reinterpret_cast<float2*>(to) = make_float2(sign * d[0], sign * d[1]);
+  *reinterpret_cast<float2*>(to + 8 * row) = make_float2(sign * d[2], sign * d[3]);
 }
 
 // Inverse of the 16 x 16 diagonal blocks in place; thread t < 64 owns column t.
@@ -77,8 +78,10 @@ __device__ __forceinline__ void InvertDiagonal(float* m, int t) {
 }
 
 // m: strictly lower L, zero elsewhere; becomes T. `adjacent` keeps only the diagonal and the first
-// sub-diagonal blocks. t is the thread's index among the 256.
-__device__ __forceinline__ void SolveInPlace(float* m, float* scratch, bool adjacent, int t) {
+// sub-diagonal blocks. t is the thread's index among the 256, `at` its
+// place in the warp.
+__device__ __forceinline__ void SolveInPlace(float* m, float* scratch, bool adjacent, int t,
+                                             Lane at) {
   const int warp = t / 32;
   float d[4];
   if (t < 64) InvertDiagonal(m, t);
@@ -91,13 +94,13 @@ __device__ __forceinline__ void SolveInPlace(float* m, float* scratch, bool adja
   float* scratch16 = scratch + merge * 16 * 20;
   if (merges) {
     const float* before = m + (row - 16) * kSolveRow + row - 16;
-    WarpProduct<2>(block, kSolveRow, before + half, kSolveRow, d);
-    WarpStore(scratch16 + half, 20, d, 1.0f);
+    WarpProduct<2>(at, block, kSolveRow, before + half, kSolveRow, d);
+    WarpStore(at, scratch16 + half, 20, d, 1.0f);
   }
   NamedBarrier(kBarrierState, kStateThreads);
   if (merges) {
-    WarpProduct<2>(m + row * kSolveRow + row, kSolveRow, scratch16 + half, 20, d);
-    WarpStore(block + half, kSolveRow, d, -1.0f);
+    WarpProduct<2>(at, m + row * kSolveRow + row, kSolveRow, scratch16 + half, 20, d);
+    WarpStore(at, block + half, kSolveRow, d, -1.0f);
   }
   if (adjacent) {
     for (int i = t; i < 32 * 32; i += kStateThreads) {
@@ -109,11 +112,11 @@ __device__ __forceinline__ void SolveInPlace(float* m, float* scratch, bool adja
   }
   NamedBarrier(kBarrierState, kStateThreads);
   const int r = warp / 4 * 16, c = warp % 4 * 8;
-  WarpProduct<4>(m + (32 + r) * kSolveRow, kSolveRow, m + c, kSolveRow, d);
-  WarpStore(scratch + r * kHalfRow + c, kHalfRow, d, 1.0f);
+  WarpProduct<4>(at, m + (32 + r) * kSolveRow, kSolveRow, m + c, kSolveRow, d);
+  WarpStore(at, scratch + r * kHalfRow + c, kHalfRow, d, 1.0f);
   NamedBarrier(kBarrierState, kStateThreads);
-  WarpProduct<4>(m + (32 + r) * kSolveRow + 32, kSolveRow, scratch + c, kHalfRow, d);
-  WarpStore(m + (32 + r) * kSolveRow + c, kSolveRow, d, -1.0f);
+  WarpProduct<4>(at, m + (32 + r) * kSolveRow + 32, kSolveRow, scratch + c, kHalfRow, d);
+  WarpStore(at, m + (32 + r) * kSolveRow + c, kSolveRow, d, -1.0f);
   NamedBarrier(kBarrierState, kStateThreads);
 }
 

@@ -3,8 +3,9 @@
 // Warpgroup w keeps columns [64 w, 64 w + 64) of S in fp32 registers and, per group, forms
 //   L = tril(beta_i e^{G_i - G_l} k_i . k_l, -1), T = (I + L)^-1     (columns of L are shared out)
 //   W = beta (V - e^G K S),  U = T W,  S = e^{G_end} S + K^T (e^{G_end - G} U)
-// with the operands in 16 bits and sums in fp32. L and T of the next group are formed before the
-// output side is waited for, so that only K S -> T W -> K^T U is serial.
+// or the same in the scaled frame of fused_shared.cuh, where L has no gates, W = beta (e^{-G} V - K
+// S) and S = e^{G_end} (S + K^T U). Operands have 16 bits, sums are fp32. L and T of the next group
+// are formed before the output side is waited for, so that only K S -> T W -> K^T U is serial.
 #ifndef SPARSEGDN_KERNELS_CUDA_FUSED_STATE_CUH_
 #define SPARSEGDN_KERNELS_CUDA_FUSED_STATE_CUH_
 
@@ -26,36 +27,58 @@ class StateSide {
     LoadState();
     if (job_.groups > 0) {
       Prologue();
-      for (int n = 0; n < job_.groups; ++n) Group(n);
+      for (int n = -1; n < job_.groups; ++n) {
+        if (n >= 0) Advance(n);
+        if (n + 1 < job_.groups) Prepare(n + 1);
+        if (n >= job_.warm_groups) BarrierWait(&sm_.group_done, (n - job_.warm_groups) & 1);
+        if (n + 1 < job_.groups) PublishState();
+      }
     }
     Finish();
   }
 
  private:
   __device__ __forceinline__ void WarpgroupBarrier() { NamedBarrier(kBarrierGroup0 + wg_, 128); }
+  __device__ __forceinline__ bool Scaled(const Factors& f) const {
+    return f.before.x - f.after.x <= kScaledFrameLog2<T>;
+  }
   __device__ __forceinline__ void StateBarrier() { NamedBarrier(kBarrierState, kStateThreads); }
 
-  // Element offsets of s_[b][4 j + 2 half + e] in a state [128, 128].
-  __device__ __forceinline__ int64_t StateOffset(int b, int j, int half, bool value_major) const {
-    const int row = 64 * b + row_ + 8 * half, column = 64 * wg_ + 8 * j + column_;
-    return value_major ? column * kDim + row : row * kDim + column;
+  // This thread's first cell of a state in the pool. The offset is hidden from the optimiser, which
+  // would otherwise keep the 64 addresses of LoadState in registers until StoreState.
+  __device__ __forceinline__ float* StateCell(float* data, int64_t slot, bool value_major) const {
+    const int column = 64 * wg_ + column_;
+    int offset = value_major ? column * kDim + row_ : row_ * kDim + column;
+    asm volatile("" : "+r"(offset));
+    return data + (slot * p_.shape.num_v_heads + job_.head) * int64_t{kDim * kDim} + offset;
   }
-  __device__ __forceinline__ float* StateBase(float* data, int64_t slot) const {
-    return data + (slot * p_.shape.num_v_heads + job_.head) * int64_t{kDim * kDim};
+  // Offset of s_[b][i] from there; `across` and `down` are the strides of Dv and Dk.
+  static __device__ constexpr int CellOffset(int b, int i, int across, int down) {
+    return (64 * b + 8 * (i / 2 % 2)) * down + (8 * (i / 4) + i % 2) * across;
+  }
+  template <int kAcross, int kDown>
+  __device__ __forceinline__ void ReadCells(const float* at) {
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) s_[b][i] = at[CellOffset(b, i, kAcross, kDown)];
+    }
   }
 
   __device__ __forceinline__ void LoadState() {
     const int32_t slot = p_.sequences[job_.seq].initial_slot;
-    const bool read = job_.from_start && slot >= 0;
-    const bool value_major = p_.initial_state.value_major;
-    const float* from = read ? StateBase(p_.initial_state.data, slot) : nullptr;
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        const int64_t at =
-            StateOffset(b, i / 4, i / 2 % 2, value_major) + (i % 2) * (value_major ? kDim : 1);
-        s_[b][i] = read ? from[at] : 0.0f;
+      for (int i = 0; i < 32; ++i) s_[b][i] = 0.0f;
+    }
+    if (job_.from_start != 0 && slot >= 0) {
+      const bool value_major = p_.initial_state.value_major;
+      const float* at = StateCell(p_.initial_state.data, slot, value_major);
+      if (value_major) {
+        ReadCells<kDim, 1>(at);
+      } else {
+        ReadCells<1, kDim>(at);
       }
     }
     if (!p_.states_alias || job_.segments == 1) return;
@@ -66,18 +89,18 @@ class StateSide {
   }
 
   __device__ __forceinline__ void StoreState(float* data, int64_t slot) {
-    float* to = StateBase(data, slot);
     const bool value_major = p_.final_state.value_major;
+    float* at = StateCell(data, slot, value_major);
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
 #pragma unroll
       for (int i = 0; i < 32; i += 2) {
-        float* at = to + StateOffset(b, i / 4, i / 2 % 2, value_major);
         if (value_major) {
-          at[0] = s_[b][i];
-          at[kDim] = s_[b][i + 1];
+          at[CellOffset(b, i, kDim, 1)] = s_[b][i];
+          at[CellOffset(b, i + 1, kDim, 1)] = s_[b][i + 1];
         } else {
-          *reinterpret_cast<float2*>(at) = make_float2(s_[b][i], s_[b][i + 1]);
+          *reinterpret_cast<float2*>(at + CellOffset(b, i, 1, kDim)) =
+              make_float2(s_[b][i], s_[b][i + 1]);
         }
       }
     }
@@ -105,12 +128,13 @@ class StateSide {
   // Registers of the rows of the next group but one (threads 0..65), and of the next group's gates.
   __device__ __forceinline__ void FetchRows() {
     if (tid_ > 65) return;
+    const Cursor& c = sm_.cursor;
     if (tid_ < 64) {
-      const int e = FirstEvent(cursor_, cursor_.group) + tid_;
-      const bool live = e < FirstEvent(cursor_, cursor_.group + 1) && e < cursor_.events;
-      fetched_row_ = live ? EventRow(p_, job_, cursor_, e) : kNoToken;
+      const int e = FirstEvent(c, c.group) + tid_;
+      const bool live = e < FirstEvent(c, c.group + 1) && e < c.events;
+      fetched_row_ = live ? EventRow(job_, c, e) : kNoToken;
     } else {
-      fetched_row_ = GroupBegin(p_, job_, cursor_, cursor_.group + tid_ - 64);
+      fetched_row_ = GroupBegin(job_, c, c.group + tid_ - 64);
     }
   }
   __device__ __forceinline__ void PutRows(int n) {
@@ -118,7 +142,7 @@ class StateSide {
     if (tid_ < 64) rows.token[tid_] = fetched_row_;
     if (tid_ == 64) {
       rows.begin = fetched_row_;
-      rows.first = fetched_row_ == cursor_.row0;
+      rows.first = fetched_row_ == sm_.cursor.row0;
     }
     if (tid_ == 65) rows.end = fetched_row_;
   }
@@ -128,19 +152,19 @@ class StateSide {
     int row = tid_ == 64 ? rows.begin - 1 : rows.end - 1;
     if (tid_ < 64) row = rows.token[tid_];
     const bool none = row == kNoToken || (tid_ == 64 && rows.first != 0);
-    const int64_t at = job_.head * p_.num_tokens + row;
-    fetched_gate_ = none ? make_float2(tid_ == 64 ? 0.0f : -1e30f, 0.0f) : p_.ws.gate_sum[at];
+    fetched_gate_ = none ? make_float2(tid_ == 64 ? 0.0f : -1e30f, 0.0f) : job_.gate_sum[row];
     if (tid_ >= 64) return;
-    fetched_beta_ = none ? 0.0f : p_.ws.beta[at];
+    fetched_beta_ = none ? 0.0f : job_.beta[row];
     fetched_norm_ = none ? 0.0f : 1.0f;
     if (!none && p_.normalize_qk) fetched_norm_ = p_.ws.k_norm[job_.pair * p_.num_tokens + row];
   }
   __device__ __forceinline__ void PutFactors(int n) {
     Factors& f = sm_.factors[n % 2];
     if (tid_ < 64) {
-      f.event[tid_] = {fetched_gate_.x, fetched_gate_.y, sm_.rows[n % 4].token[tid_],
-                       fetched_norm_};
+      f.token[tid_] = sm_.rows[n % 4].token[tid_];
+      f.gate[tid_] = fetched_gate_;
       f.beta[tid_] = fetched_beta_;
+      f.k_norm[tid_] = fetched_norm_;
     }
     if (tid_ == 64) f.before = fetched_gate_;
     if (tid_ == 65) f.after = fetched_gate_;
@@ -173,28 +197,25 @@ class StateSide {
     }
   }
 
+  // Rows of the first two groups; keys, values and factors of the first.
   __device__ __forceinline__ void Prologue() {
-    EnterWindow(p_, job_, job_.start_window, &cursor_);
-    cursor_.group = job_.start_group;
+    if (tid_ == 0) {
+      EnterWindow(job_, job_.start_window, &sm_.cursor);
+      sm_.cursor.group = job_.start_group;
+    }
     for (int n = 0; n < 2; ++n) {
+      StateBarrier();
       if (n < job_.groups) {
         FetchRows();
         PutRows(n);
       }
-      NextGroup(p_, job_, &cursor_);
+      StateBarrier();
+      if (tid_ == 0) NextGroup(job_, &sm_.cursor);
     }
     StateBarrier();
     CopyKeys(0);
     CopyCommit();
-    CopyValues(0);
-    CopyCommit();
     FetchFactors(0);
-    PutFactors(0);
-    CopyWait<1>();
-    ProxyFence();
-    StateBarrier();
-    FormInverse(0);
-    PublishState();
   }
 
   // S to shared memory in 16 bits; ends with all of the state side past the barrier.
@@ -226,27 +247,29 @@ class StateSide {
     WgmmaWait<0>();
     FenceRegisters(products);
     const Factors& f = sm_.factors[n % 2];
+    const bool scaled = Scaled(f);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = row_ + 8 * half;
-      const Event at = f.event[i];
-      const float beta = f.beta[i] * at.k_norm;
+      const float2 gate = f.gate[i];
+      const float beta = f.beta[i] * f.k_norm[i];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        float x[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int l = 32 * wg_ + 8 * j + column_ + e;
-          const Event from = f.event[l];
-          const float decay = Decay(at.gate_high, at.gate_low, from.gate_high, from.gate_low);
-          x[e] = l < i ? beta * from.k_norm * decay * products[4 * j + 2 * half + e] : 0.0f;
+        const int l = 32 * wg_ + 8 * j + column_;
+        const float2 norm = *reinterpret_cast<const float2*>(&f.k_norm[l]);
+        float x = beta * norm.x * products[4 * j + 2 * half];
+        float y = beta * norm.y * products[4 * j + 2 * half + 1];
+        if (!scaled) {
+          const float4 from = *reinterpret_cast<const float4*>(&f.gate[l]);
+          x *= Decay(gate.x, gate.y, from.x, from.y);
+          y *= Decay(gate.x, gate.y, from.z, from.w);
         }
-        *reinterpret_cast<float2*>(&sm_.solve[i * kSolveRow + 32 * wg_ + 8 * j + column_]) =
-            make_float2(x[0], x[1]);
+        *reinterpret_cast<float2*>(&sm_.solve[i * kSolveRow + l]) =
+            make_float2(l < i ? x : 0.0f, l + 1 < i ? y : 0.0f);
       }
     }
     StateBarrier();
-    SolveInPlace(sm_.solve, sm_.scratch, job_.adjacent, tid_);
+    SolveInPlace(sm_.solve, sm_.scratch, job_.adjacent, tid_, Lane{row_ % 8, column_ / 2});
 #pragma unroll
     for (int i = tid_; i < 64 * 16; i += kStateThreads) {
       const int row = i / 16, column = i % 16 * 4;
@@ -272,26 +295,35 @@ class StateSide {
     CopyWait<1>();  // V of this group; the keys of the next may still be under way
     WarpgroupBarrier();
     const Factors& f = sm_.factors[n % 2];
+    const bool scaled = Scaled(f);
     const uint32_t base = CellBase(sm_.work[wg_], row_, column_);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = row_ + 8 * half;
-      const Event at = f.event[i];
       const float beta = f.beta[i];
-      const float decay = at.k_norm * Decay(at.gate_high, at.gate_low, f.before.x, f.before.y);
+      // e^{-G} of an empty row would overflow.
+      const bool live = f.token[i] != kNoToken;
+      const float2 gate = live ? f.gate[i] : f.before;
+      float of_value = beta, of_state = beta * f.k_norm[i];
+      if (scaled) {
+        of_value *= Decay(f.before.x, f.before.y, gate.x, gate.y);
+      } else {
+        of_state *= Decay(gate.x, gate.y, f.before.x, f.before.y);
+      }
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const uint32_t cell = (base ^ (j << 4)) + half * 1024;
         const float2 v = Unpack<T>(LoadCell(cell));
-        StoreCell(cell, Pack<T>(beta * (v.x - decay * acc[4 * j + 2 * half]),
-                                beta * (v.y - decay * acc[4 * j + 2 * half + 1])));
+        StoreCell(cell, Pack<T>(of_value * v.x - of_state * acc[4 * j + 2 * half],
+                                of_value * v.y - of_state * acc[4 * j + 2 * half + 1]));
       }
     }
     ProxyFence();
     WarpgroupBarrier();
   }
 
-  // U = T W, to the output side as it is and over W with the decay to the group's end.
+  // U = T W for the output side; out of the scaled frame, also with the decay to the group's end,
+  // over W.
   __device__ __forceinline__ void FormU(int n, float (&acc)[32]) {
     const uint32_t inverse = SharedAddress(sm_.inverse), work = SharedAddress(sm_.work[wg_]);
     WgmmaFence();
@@ -305,51 +337,63 @@ class StateSide {
     FenceRegisters(acc);
     WarpgroupBarrier();  // all four warps have read W
     const Factors& f = sm_.factors[n % 2];
-    const uint32_t u = SharedAddress(sm_.u[wg_]);
-    uint32_t base = PanelOffset(row_, column_);
-    asm volatile("" : "+r"(base));
+    const bool scaled = Scaled(f);
+    const uint32_t base = CellBase(sm_.u[wg_], row_, column_);
+    const uint32_t decayed = CellBase(sm_.work[wg_], row_, column_);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = row_ + 8 * half;
-      const Event at = f.event[i];
-      const float decay = at.token == kNoToken
-                              ? 0.0f
-                              : at.k_norm * Decay(f.after.x, f.after.y, at.gate_high, at.gate_low);
+      const float norm = f.k_norm[i];
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const float x = acc[4 * j + 2 * half], y = acc[4 * j + 2 * half + 1];
-        const uint32_t offset = (base ^ (j << 4)) + half * 1024;
-        StoreCell(u + offset, Pack<T>(x, y));
-        StoreCell(work + offset, Pack<T>(decay * x, decay * y));
+        acc[4 * j + 2 * half] *= norm;
+        acc[4 * j + 2 * half + 1] *= norm;
+        StoreCell((base ^ (j << 4)) + half * 1024,
+                  Pack<T>(acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]));
+      }
+      if (scaled) continue;
+      const bool live = f.token[i] != kNoToken;
+      const float2 gate = live ? f.gate[i] : f.after;
+      const float decay = Decay(f.after.x, f.after.y, gate.x, gate.y);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        StoreCell((decayed ^ (j << 4)) + half * 1024,
+                  Pack<T>(decay * acc[4 * j + 2 * half], decay * acc[4 * j + 2 * half + 1]));
       }
     }
     ProxyFence();
     WarpgroupBarrier();
   }
 
-  __device__ __forceinline__ void UpdateState(int n) {
-    const Factors& f = sm_.factors[n % 2];
-    const float decay = Decay(f.after.x, f.after.y, f.before.x, f.before.y);
+  __device__ __forceinline__ void DecayState(float decay) {
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) s_[b][i] *= decay;
       FenceRegisters(s_[b]);
     }
-    const uint32_t keys = SharedAddress(sm_.key[n % 2]), work = SharedAddress(sm_.work[wg_]);
+  }
+  __device__ __forceinline__ void UpdateState(int n) {
+    const Factors& f = sm_.factors[n % 2];
+    const float decay = Decay(f.after.x, f.after.y, f.before.x, f.before.y);
+    const bool scaled = Scaled(f);
+    const uint32_t keys = SharedAddress(sm_.key[n % 2]);
+    const uint32_t u = SharedAddress(scaled ? sm_.u[wg_] : sm_.work[wg_]);
+    if (!scaled) DecayState(decay);
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         WgmmaN64<T, 1, 1>(s_[b], PanelDescriptor(keys + b * kPanel + k * kStepKTransposed),
-                          PanelDescriptor(work + k * kStepKTransposed), 1);
+                          PanelDescriptor(u + k * kStepKTransposed), 1);
       }
     }
     WgmmaCommit();
     WgmmaWait<0>();
     FenceRegisters(s_[0]);
     FenceRegisters(s_[1]);
+    if (scaled) DecayState(decay);
     WarpgroupBarrier();  // the work panel may be overwritten
   }
 
@@ -362,11 +406,11 @@ class StateSide {
     StoreState(p_.snapshots, s.snapshot_index + index);
   }
 
-  // Keys, values, factors, T and the published state of group n are in place.
-  __device__ __forceinline__ void Group(int n) {
-    const bool own = n >= job_.warm_groups, more = n + 1 < job_.groups;
+  // The serial chain of group n, whose keys, values, factors, T and published state are in place.
+  __device__ __forceinline__ void Advance(int n) {
+    const bool own = n >= job_.warm_groups;
     if (own) BarrierArriveWarp(&sm_.state_full);
-    if (more) {
+    if (n + 1 < job_.groups) {
       CopyKeys(n + 1);
       FetchFactors(n + 1);
       if (n + 2 < job_.groups) FetchRows();
@@ -378,21 +422,19 @@ class StateSide {
     if (own) BarrierArriveWarp(&sm_.u_full);
     UpdateState(n);
     if (own) TakeSnapshot(n);
-    if (more) {
-      CopyValues(n + 1);
-      PutFactors(n + 1);
-      if (n + 2 < job_.groups) PutRows(n + 2);
-    }
-    NextGroup(p_, job_, &cursor_);
+    if (n + 2 < job_.groups) PutRows(n + 2);
+  }
+
+  // Values, factors and T of group n; its rows are known and its keys under way.
+  __device__ __forceinline__ void Prepare(int n) {
+    CopyValues(n);
     CopyCommit();
-    if (more) {
-      CopyWait<1>();  // the keys of the next group
-      ProxyFence();
-      StateBarrier();
-      FormInverse(n + 1);
-    }
-    if (own) BarrierWait(&sm_.group_done, (n - job_.warm_groups) & 1);
-    if (more) PublishState();
+    PutFactors(n);
+    CopyWait<1>();  // the keys
+    ProxyFence();
+    StateBarrier();
+    FormInverse(n);
+    if (n > 0 && tid_ == 0) NextGroup(job_, &sm_.cursor);
   }
 
   const Params& p_;
@@ -400,7 +442,6 @@ class StateSide {
   const Job& job_;
   int tid_, wg_;
   int row_, column_;  // of this thread in a 64-row accumulator
-  Cursor cursor_;     // two groups ahead
   int fetched_row_ = 0;
   float2 fetched_gate_;
   float fetched_beta_ = 0.0f, fetched_norm_ = 0.0f;

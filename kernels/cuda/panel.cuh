@@ -114,6 +114,14 @@ __device__ __forceinline__ void BarrierWait(uint64_t* barrier, int parity) {
       : "memory");
 }
 
+// Four 8 x 8 matrices of 16-bit elements, row addresses from lanes 8 i .. 8 i + 7.
+__device__ __forceinline__ void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
 // Two fp32 to two 16-bit elements, the first in the low half, and back.
 template <typename T>
 __device__ __forceinline__ uint32_t Pack(float a, float b) {

@@ -62,6 +62,25 @@ struct Params {
   Workspace ws;
 };
 
+// A sequence is split into at most ceil(length / kSegmentTokens) time segments.
+inline constexpr int64_t kSegmentTokens = 1024;
+
+#if defined(__CUDACC__)
+#define SPARSEGDN_CUDA_HD __host__ __device__
+#else
+#define SPARSEGDN_CUDA_HD
+#endif
+
+// Time segments of a sequence: a function of its own length and of the head count alone, so that
+// the result of a sequence never depends on the pack or on the device. Never falls with length.
+SPARSEGDN_CUDA_HD inline int64_t SegmentCount(int64_t length, int32_t num_v_heads) {
+  const int64_t by_length = (length + kSegmentTokens - 1) / kSegmentTokens;
+  const int64_t blocks = length >= 65536 ? 512 : 256;
+  const int64_t cap = blocks / num_v_heads < 1 ? 1 : blocks / num_v_heads;
+  const int64_t n = by_length < cap ? by_length : cap;
+  return n < 1 ? 1 : n;
+}
+
 // Bytes of the workspace for these bounds; `carve` (may be null) receives pointers into `base`.
 size_t LayoutWorkspace(const GdnShape& shape, int64_t num_tokens, int32_t num_seqs, char* base,
                        Workspace* carve);

@@ -1,9 +1,9 @@
-// Scores of one window of one head pair, sorted; and the gate sums of one window of 16 value heads.
+// Scores of one window of one head pair, sorted; and the gate sums of one window of 4 value heads.
 //
 // Both kinds of block share one launch. A score block reads beta (and v for WRITE_NORM) and writes
 // the window's keys in descending order, 8 bytes a token and pair. A gate block turns log_gate into
-// running fp64 sums, kept as an exact pair of floats in log2 units, and transposes beta: 12 bytes a
-// token and value head.
+// running fp64 sums, kept as a pair of floats in log2 units (48 bits), and transposes beta: 12
+// bytes a token and value head.
 #include "kernels/common/selection_math.h"
 #include "kernels/cuda/device_common.cuh"
 
@@ -11,14 +11,16 @@ namespace sparsegdn::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kGateHeads = 16;
-constexpr int kGateTile = 256;                           // tokens
-constexpr int kGateRow = kGateTile + kGateTile / 8 + 1;  // padded against bank conflicts
+constexpr int kGateHeads = 4;                            // of a gate block
+constexpr int kGateLane = 16;                            // tokens a lane sums
+constexpr int kGateWarp = 32 * kGateLane;                // and a warp
+constexpr int kGateRow = kWindow + kWindow / kGateLane;  // padded against bank conflicts
 constexpr double kLog2E = 1.4426950408889634;
+static_assert(kGateHeads * kWindow / kGateWarp == kThreads / 32);
 
 union Scratch {
   uint64_t keys[kWindow];
-  float gates[2][kGateHeads][kGateRow];
+  float gates[kGateHeads][kGateRow];
 };
 
 // |v| by one warp, with the bits of selection::RowNorm.
@@ -163,41 +165,71 @@ __device__ void ScoreBlock(const Params& p, int window, int pair, uint64_t* keys
   }
 }
 
-// x as high + low, exact to 48 bits.
+// x as high + low, to 48 bits.
 __device__ float2 SplitDouble(double x) {
   const float high = static_cast<float>(x);
   return make_float2(high, static_cast<float>(x - static_cast<double>(high)));
 }
 
-__device__ void LoadGateTile(const Params& p, const Window& w, int base, int head0,
-                             Scratch* scratch) {
-  const int i = threadIdx.x / 2;
-  const int slot = i + i / 8;
-  bool bad = false;
-  for (int j = 0; j < kGateHeads / 2; ++j) {
-    const int local = (threadIdx.x % 2) * (kGateHeads / 2) + j;
-    float gate = 0.0f, beta = 0.0f;
-    if (base + i < w.length && head0 + local < p.shape.num_v_heads) {
-      gate = LoadElement(p.log_gate, w.begin + base + i, head0 + local, 0);
-      beta = LoadElement(p.beta, w.begin + base + i, head0 + local, 0);
-      bad = bad || beta < 0.0f || beta > 1.0f;
+// Four heads of one token, in one access where the layout allows it.
+template <bool kVector>
+__device__ __forceinline__ float4 LoadHeads(const ConstTensorRef& x, int64_t token, int head,
+                                            int heads) {
+  if constexpr (kVector) {
+    return *reinterpret_cast<const float4*>(static_cast<const float*>(x.data) +
+                                            token * x.token_stride + head);
+  } else {
+    float f[kGateHeads];
+#pragma unroll
+    for (int i = 0; i < kGateHeads; ++i) {
+      f[i] = head + i < heads ? LoadElement(x, token, head + i, 0) : 0.0f;
     }
-    scratch->gates[0][local][slot] = selection::ClampGate(gate);
-    scratch->gates[1][local][slot] = beta;
+    return make_float4(f[0], f[1], f[2], f[3]);
+  }
+}
+
+// The window's gates to shared memory, its beta to [Hv, num_tokens].
+template <bool kVector>
+__device__ void StageGates(const Params& p, const Window& w, int head0, Scratch* scratch) {
+  constexpr int kEach = kWindow / kThreads;
+  float4 gate[kEach], beta[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int t = threadIdx.x + i * kThreads;
+    gate[i] = beta[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (t >= w.length) continue;
+    gate[i] = LoadHeads<kVector>(p.log_gate, w.begin + t, head0, p.shape.num_v_heads);
+    beta[i] = LoadHeads<kVector>(p.beta, w.begin + t, head0, p.shape.num_v_heads);
+  }
+  bool bad = false;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int t = threadIdx.x + i * kThreads;
+    const float g[kGateHeads] = {gate[i].x, gate[i].y, gate[i].z, gate[i].w};
+    const float b[kGateHeads] = {beta[i].x, beta[i].y, beta[i].z, beta[i].w};
+#pragma unroll
+    for (int h = 0; h < kGateHeads; ++h) {
+      scratch->gates[h][t + t / kGateLane] = selection::ClampGate(g[h]);
+      if (t < w.length && head0 + h < p.shape.num_v_heads) {
+        p.ws.beta[(head0 + h) * p.num_tokens + w.begin + t] = b[h];
+        bad = bad || b[h] < 0.0f || b[h] > 1.0f;
+      }
+    }
   }
   if (bad && p.status != nullptr) atomicOr(p.status, kStatusBetaOutOfRange);
 }
 
-// One warp sums one head of the tile; returns the carry into the next tile.
-__device__ double SumGateTile(const Params& p, const Window& w, int base, int head, int local,
-                              double carry, const Scratch& scratch) {
-  const int lane = threadIdx.x % 32;
-  float2* out = p.ws.gate_sum + head * p.num_tokens + w.begin + base;
-  float* beta_out = p.ws.beta + head * p.num_tokens + w.begin + base;
-  double own[8];
+// A warp sums a quarter of one head's window; `totals` carries the quarters' sums.
+__device__ void SumGates(const Params& p, const Window& w, int head0, const Scratch& scratch,
+                         double* totals) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int local = warp / 4, quarter = warp % 4;
+  const int first = quarter * kGateWarp + lane * kGateLane;
+  double own[kGateLane];
   double sum = 0.0;
-  for (int i = 0; i < 8; ++i) {
-    sum += static_cast<double>(scratch.gates[0][local][lane * 9 + i]);
+#pragma unroll
+  for (int i = 0; i < kGateLane; ++i) {
+    sum += static_cast<double>(scratch.gates[local][first + first / kGateLane + i]);
     own[i] = sum;
   }
   double before = sum;
@@ -205,30 +237,34 @@ __device__ double SumGateTile(const Params& p, const Window& w, int base, int he
     const double y = __shfl_up_sync(0xffffffffu, before, d);
     if (lane >= d) before += y;
   }
-  const double total = __shfl_sync(0xffffffffu, before, 31);
-  before += carry - sum;
-  for (int i = 0; i < 8; ++i) {
-    if (base + lane * 8 + i < w.length) out[lane * 8 + i] = SplitDouble((before + own[i]) * kLog2E);
+  if (lane == 31) totals[warp] = before;
+  before -= sum;
+  __syncthreads();
+  for (int i = 0; i < quarter; ++i) before += totals[local * 4 + i];
+  if (head0 + local >= p.shape.num_v_heads) return;
+  float2* out = p.ws.gate_sum + (head0 + local) * p.num_tokens + w.begin;
+#pragma unroll
+  for (int i = 0; i < kGateLane; ++i) {
+    if (first + i < w.length) out[first + i] = SplitDouble((before + own[i]) * kLog2E);
   }
-  for (int i = lane; i < kGateTile; i += 32) {
-    if (base + i < w.length) beta_out[i] = scratch.gates[1][local][i + i / 8];
-  }
-  return carry + total;
+}
+
+__device__ bool IsVector(const ConstTensorRef& x) {
+  return x.dtype == DType::kF32 && x.head_stride == 1 && x.token_stride % 4 == 0 &&
+         reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
 }
 
 __device__ void GateBlock(const Params& p, int window, int head0, Scratch* scratch) {
+  __shared__ double totals[kThreads / 32];
   const int seq = FindOwner(p.ws.window_offset, p.num_seqs, window);
   const Window w = GetWindow(p, seq, window - p.ws.window_offset[seq]);
-  const int local = threadIdx.x / 32;
-  double carry = 0.0;
-  for (int base = 0; base < w.length; base += kGateTile) {
-    __syncthreads();
-    LoadGateTile(p, w, base, head0, scratch);
-    __syncthreads();
-    if (head0 + local < p.shape.num_v_heads) {
-      carry = SumGateTile(p, w, base, head0 + local, local, carry, *scratch);
-    }
+  if (head0 + kGateHeads <= p.shape.num_v_heads && IsVector(p.log_gate) && IsVector(p.beta)) {
+    StageGates<true>(p, w, head0, scratch);
+  } else {
+    StageGates<false>(p, w, head0, scratch);
   }
+  __syncthreads();
+  SumGates(p, w, head0, *scratch, totals);
 }
 
 __global__ void __launch_bounds__(kThreads) ScoresKernel(Params p, int64_t score_blocks) {

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "kernels/cuda/params.h"
 
 namespace sparsegdn::cuda {
@@ -27,9 +29,10 @@ size_t LayoutWorkspace(const GdnShape& shape, int64_t num_tokens, int32_t num_se
   Workspace w{};
   Arena arena(base);
   const int64_t hk = shape.num_k_heads, hv = shape.num_v_heads;
-  // A sequence of n tokens touches at most n / W + 2 windows and has at most n / 1024 + 1 segments.
+  // A sequence of n tokens touches at most n / W + 2 windows; SegmentCount bounds its segments.
   w.windows = num_tokens / kWindow + 2 * int64_t{num_seqs};
-  w.segments = num_tokens / 1024 + int64_t{num_seqs};
+  w.segments = std::min(num_tokens / kSegmentTokens + int64_t{num_seqs},
+                        int64_t{num_seqs} * SegmentCount(num_tokens, shape.num_v_heads));
   w.window_offset = arena.Take<int32_t>(num_seqs + 1);
   w.segment_offset = arena.Take<int32_t>(num_seqs + 1);
   w.state_readers = arena.Take<int32_t>(w.segments * hv);
