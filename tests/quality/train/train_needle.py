@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""Trains needle-gdn or needle-hybrid, in runs that go on where the last one stopped.
+
+    train_needle.py --model needle-gdn --out DIR [--minutes 9]    train, or go on
+    train_needle.py --model needle-gdn --out DIR --export FOLDER  write the checkpoint folder
+    train_needle.py --model needle-gdn --evaluate FOLDER [--lengths 1024,8192] [--examples 32]
+
+DIR holds state/ (four files below 16 MiB), log.jsonl and curve.png. Needs torch, numpy and
+safetensors; matplotlib for the curve. Exit 0: plan finished; 3: stopped at the time limit.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+
+from train import checkpoint, curve, data, evaluate, trainer  # noqa: E402
+from train import model as model_module  # noqa: E402
+
+UNFINISHED = 3
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--model", choices=sorted(model_module.CONFIGS), required=True)
+    parser.add_argument("--out", help="folder of the run")
+    parser.add_argument("--minutes", type=float, default=9.0, help="stop and save after this time")
+    parser.add_argument("--save-seconds", type=float, default=100.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies every stage's steps")
+    parser.add_argument("--tokens-scale", type=float, default=1.0,
+                        help="multiplies the tokens of a step: below 1 for a smoke run on a CPU")
+    parser.add_argument("--rate", type=float, default=trainer.Hyper.rate)
+    parser.add_argument("--workers", type=int, default=min(12, max(0, (os.cpu_count() or 1) - 2)))
+    parser.add_argument("--log-every", type=int, default=20)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None,
+                        help="fuse elementwise chains with torch.compile; default: on a GPU")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--export", metavar="FOLDER")
+    parser.add_argument("--evaluate", metavar="FOLDER")
+    parser.add_argument("--lengths", default="1024,4096,8192,32768,131072")
+    parser.add_argument("--examples", type=int, default=32)
+    options = parser.parse_args(arguments)
+    if not options.evaluate and not options.out:
+        parser.error("--out is needed to train or to export")
+    return options
+
+
+def make_trainer(options, device):
+    config = model_module.CONFIGS[options.model]
+    plan = data.default_plan(options.scale, options.tokens_scale,
+                             gaps=model_module.FULL in config.layer_types)
+    return trainer.Trainer(config, plan, options.seed, device, trainer.Hyper(rate=options.rate))
+
+
+def report(run, line, started_tokens, started):
+    elapsed = time.monotonic() - started
+    rate = (run.tokens - started_tokens) / elapsed
+    line.update(seconds=round(run.seconds, 1), tokens=run.tokens, tokens_per_second=round(rate))
+    best = " ".join(f"{name}={value:.2f}" for name, value in line["accuracy"].items())
+    print(f"step {line['step']}/{run.plan.steps} len {line['length']} prose {line['prose']:.3f} "
+          f"answer {line['answer']:.3f} norm {line['norm']:.2f} {rate:,.0f} tok/s "
+          f"{run.seconds:.0f} s | {best}", flush=True)
+
+
+def train(options):
+    """Runs until the plan ends or the time is up; returns the exit code."""
+    started = time.monotonic()
+    state, log_path = (os.path.join(options.out, name) for name in ("state", "log.jsonl"))
+    os.makedirs(options.out, exist_ok=True)
+    # The workers fork before anything touches the GPU; a state says where they start.
+    probe = make_trainer(options, "cpu")
+    if os.path.isdir(state):
+        probe.load(state)
+    loader = data.Loader(probe.plan, options.seed, probe.step, trainer.POOL_SLOTS, options.workers)
+    run = probe
+    if options.device != "cpu":
+        torch.backends.cuda.matmul.allow_tf32 = True
+        run = make_trainer(options, options.device)
+        if os.path.isdir(state):
+            run.load(state)
+    if options.compile or (options.compile is None and run.device.type == "cuda"):
+        model_module.compile_pieces()
+    lines = trainer.read_log(log_path, run.step)
+    with open(log_path, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    print(f"{options.model}: step {run.step} of {run.plan.steps}, {run.device}, "
+          f"{options.workers} workers, ready after {time.monotonic() - started:.1f} s", flush=True)
+    before, saved, started_tokens = run.seconds, time.monotonic(), run.tokens
+    begun = time.monotonic()
+    batches, logs = [], []
+
+    def flush():
+        nonlocal batches, logs
+        run.seconds = before + time.monotonic() - started
+        if not batches:
+            return
+        line = trainer.summarise(batches, logs)
+        batches, logs = [], []
+        report(run, line, started_tokens, begun)
+        if not line["norm"] < float("inf"):
+            raise FloatingPointError(f"step {line['step']}: gradient is not finite; "
+                                     f"the state of the last save is untouched")
+        trainer.write_line(log_path, line)
+        lines.append(line)
+
+    try:
+        for batch in loader:
+            logs.append(run.train_step(batch))
+            batches.append(batch)
+            if len(batches) == options.log_every:
+                flush()  # also waits for the device, so that the time limit below is honest
+                if time.monotonic() - saved > options.save_seconds:
+                    run.save(state)
+                    saved = time.monotonic()
+                if time.monotonic() - started > 60 * options.minutes:
+                    break
+        flush()
+    finally:
+        loader.close()
+    run.save(state)
+    curve.draw(lines, os.path.join(options.out, "curve.png"),
+               f"{options.model}: {run.step} steps, {run.tokens / 1e6:.0f} M tokens, "
+               f"{run.seconds:.0f} s")
+    finished = run.step == run.plan.steps
+    print(f"{'finished' if finished else 'stopped'} at step {run.step} of {run.plan.steps} after "
+          f"{run.seconds:.0f} s of training in all", flush=True)
+    return 0 if finished else UNFINISHED
+
+
+def export(options):
+    run = make_trainer(options, "cpu")
+    run.load(os.path.join(options.out, "state"))
+    total = checkpoint.save(run.model, options.export)
+    print(f"{options.export}: step {run.step} of {run.plan.steps}, {total} bytes of tensors")
+    return 0
+
+
+def show(options):
+    model = checkpoint.load(options.evaluate, model_module.CONFIGS[options.model])
+    model = model.to(options.device)
+    lengths = [int(length) for length in options.lengths.split(",")]
+    print("task".ljust(20), *(str(length).rjust(8) for length in lengths))
+    for task, row in evaluate.table(model, lengths, options.examples).items():
+        print(task.ljust(20), *(f"{row[length]:8.3f}" for length in lengths), flush=True)
+    return 0
+
+
+def main(arguments=None):
+    options = parse(arguments)
+    if options.evaluate:
+        return show(options)
+    return export(options) if options.export else train(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
