@@ -63,7 +63,8 @@ absl::StatusOr<std::vector<int64_t>> ParseCounts(const json& entry, const char* 
   std::vector<int64_t> counts;
   for (const json& item : *it) {
     if (!item.is_number_unsigned() || item.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)) {
-      return Bad(tensor + " " + key, Shown(item), wanted);
+      // What is nested deeper was dropped, so its size is not known.
+      return Bad(tensor + " " + key, item.is_structured() ? "a nested value" : Shown(item), wanted);
     }
     counts.push_back(item.get<int64_t>());
   }
