@@ -13,7 +13,7 @@ import sys
 import urllib.request
 
 import numpy as np
-from sparsegdn_client import DENSE, Outputs, PrefillClient
+from sparsegdn_client import Budget, Outputs, PrefillClient
 
 TOLERANCE = 1e-3  # fp32 states and logits of order 1; chunked and one-by-one sums differ in order
 
@@ -46,7 +46,7 @@ def expected_events(budget, info, prompt_tokens, computed, layers):
 
 def decode_one_by_one(client, prompt, count):
     """Greedy tokens, each from a one-token call that resumes from the snapshot before it."""
-    call = dict(budget=DENSE, snapshot_at="after_last", keep_snapshot=True)
+    call = dict(budget=Budget(mode="dense"), snapshot_at="after_last", keep=True)
     nothing = Outputs(state=False, conv_state=False, kv=False)
     last = client.prefill(prompt, outputs=nothing, **call).result
     tokens = [last.next_token]
@@ -66,7 +66,7 @@ def check_dense(client, prompt, count):
     ids = prompt + tokens[:-1]
     scratch = client.prefill(
         ids,
-        budget=DENSE,
+        budget=Budget(mode="dense"),
         snapshot_at="after_last",
         outputs=Outputs(logits_positions=range(len(prompt) - 1, len(ids))),
     )
@@ -77,10 +77,9 @@ def check_dense(client, prompt, count):
     )
     worst = 0.0
     for name in resumed:
-        got = resumed[name] if name != "logits" else resumed[name][-1]
-        want = scratch.snapshot[name] if name != "logits" else logits[-1]
-        worst = max(worst, float(np.abs(got - want[-len(got):] if got.shape != want.shape
-                                        else got - want).max()))
+        # A resumed call sends the rows it added: of keys, values and logits these are the last.
+        got, want = resumed[name], scratch.snapshot[name]
+        worst = max(worst, float(np.abs(got - want[-len(got):]).max()))
     require(worst <= TOLERANCE, f"states and logits differ by {worst:g}, allowed {TOLERANCE:g}")
     print(f"dense: {count} tokens decoded one by one equal recomputing {len(ids)} tokens from "
           f"scratch; states and logits within {worst:.1e}")
@@ -91,7 +90,7 @@ def check_budget(client, url, prompt):
     before = metrics(url)
     result = client.prefill(prompt, outputs=Outputs(state=False, conv_state=False, kv=False)).result
     after = metrics(url)
-    budget = result.effective_budget
+    budget = result.budget
     require(budget.mode == "retention", f"the default budget is {budget.mode}, not retention")
     layers = sum(kind == "linear_attention" for kind in info.layers)
     want = expected_events(budget, info, len(prompt), len(prompt) - 1, layers)
@@ -99,7 +98,7 @@ def check_budget(client, url, prompt):
     require(got == want, f"events_selected = {got}, the budget allows exactly {want}")
     counted = after["sparsegdn_events_selected_total"] - before["sparsegdn_events_selected_total"]
     require(counted == want, f"events_selected_total grew by {counted:g}, wanted {want}")
-    shares = np.array([row.pair_share for row in result.retained])
+    shares = np.array(list(result.retained.values()))
     total = shares.sum() * (len(prompt) - 1)
     require(abs(total - want) <= 1e-3 * want, f"retained shares add up to {total:g}, not {want}")
     print(f"budget: {got:,} of {result.usage.events_total:,} events "
