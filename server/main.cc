@@ -60,9 +60,9 @@ absl::StatusOr<EnginePtr> LoadEngine(const service::ServerConfig& config,
   }
 }
 
-// The next signal of the set, or nothing after 100 ms.
+// The next signal of the set, or nothing after 20 ms.
 std::optional<int> NextSignal(const sigset_t& set) {
-  const timespec wait{0, 100'000'000};
+  const timespec wait{0, 20'000'000};
   const int signal = sigtimedwait(&set, nullptr, &wait);
   return signal > 0 ? std::optional<int>(signal) : std::nullopt;
 }

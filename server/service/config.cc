@@ -160,6 +160,7 @@ absl::Status ApplyEnv(const std::vector<std::string>& env, ServerConfig& config)
     }
     if (found == nullptr) {
       if (IsKubernetesServiceLink(name)) continue;
+      if (name == "SPARSEGDN_SERVER") continue;  // the command line client's, often exported
       return absl::InvalidArgumentError(absl::StrCat("unknown variable ", name));
     }
     absl::Status status = SetText(*found, name, entry.substr(equals + 1), config);

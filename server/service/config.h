@@ -94,7 +94,8 @@ struct Invocation {
 // `args` without the program's name; `env` as NAME=value. Reads the --config file. INVALID_ARGUMENT
 // names the flag, variable or key, what it got and what it wanted; NOT_FOUND a missing file.
 // Variables that Kubernetes injects for a Service called sparsegdn (SPARSEGDN_PORT,
-// SPARSEGDN_SERVICE_HOST, SPARSEGDN_PORT_1_TCP, ...) are passed over.
+// SPARSEGDN_SERVICE_HOST, SPARSEGDN_PORT_1_TCP, ...) and the client's SPARSEGDN_SERVER are passed
+// over.
 absl::StatusOr<Invocation> ParseConfig(const std::vector<std::string>& args,
                                        const std::vector<std::string>& env);
 

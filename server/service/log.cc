@@ -7,13 +7,17 @@
 #include <atomic>
 #include <chrono>
 #include <ctime>
+#include <future>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <thread>
+#include <utility>
 
 namespace sparsegdn::service {
 namespace {
 
 constexpr size_t kQueueLines = 8192;
+constexpr auto kStopWait = std::chrono::seconds(2);
 
 struct Writer {
   std::shared_ptr<spdlog::details::thread_pool> pool;
@@ -99,8 +103,17 @@ void StartLog(std::string_view level, std::string_view format) {
 }
 
 void StopLog() {
-  // The pool's destructor writes what is queued and joins its thread.
-  g_writer.exchange(nullptr);
+  std::shared_ptr<Writer> writer = g_writer.exchange(nullptr);
+  if (writer == nullptr) return;
+  // The pool's destructor writes what is queued. It must not keep the process alive when nobody
+  // reads standard error any more.
+  std::promise<void> written;
+  std::future<void> done = written.get_future();
+  std::thread([writer = std::move(writer), written = std::move(written)]() mutable {
+    writer.reset();
+    written.set_value();
+  }).detach();
+  done.wait_for(kStopWait);
 }
 
 bool LogEnabled(LogLevel level) { return level >= g_level.load(std::memory_order_relaxed); }

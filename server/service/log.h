@@ -21,7 +21,7 @@ struct LogField {
 // Starts the writer; without it lines are dropped, which is what unit tests want. `level` and
 // `format` are option values (config.h). Not thread-safe.
 void StartLog(std::string_view level, std::string_view format);
-// Writes what is pending and stops the writer.
+// Writes what is pending, for at most two seconds, and stops the writer.
 void StopLog();
 
 bool LogEnabled(LogLevel level);

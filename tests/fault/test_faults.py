@@ -225,6 +225,22 @@ class Leaving(unittest.TestCase):
             self.assertTrue(eventually(server.idle), "the slot is not freed")
             self.assertEqual(server.metric('sparsegdn_cancelled_total{stage="computing"}'), 1)
 
+    def test_client_that_pings_every_second_keeps_its_call(self):
+        # While its call waits in the queue no data flows, which is when pings count as abuse.
+        with Server("--state-slots", 1, model="tiny-gdn") as server:
+            running = server.stub.Prefill(prompt(250000), timeout=60)
+            next(running)
+            self.assertTrue(eventually(lambda: server.metric("sparsegdn_running_requests") == 1))
+            options = [("grpc.keepalive_time_ms", 600), ("grpc.keepalive_permit_without_calls", 1),
+                       ("grpc.http2.max_pings_without_data", 0)]
+            with grpc.insecure_channel(server.target, options=options) as channel:
+                call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(prompt(50), timeout=60)
+                self.assertEqual(next(call).WhichOneof("event"), "accepted")
+                time.sleep(4)
+                self.assertTrue(call.is_active(), "the connection was closed")
+                running.cancel()
+                self.assertEqual(list(call)[-1].WhichOneof("event"), "result")
+
     def test_client_that_does_not_read(self):
         with Server("--slow-reader-timeout-seconds", 1, "--max-buffered-bytes-per-call", 4 << 20,
                     model="tiny-gdn") as server:

@@ -109,13 +109,14 @@ TEST(Config, FaultsInTheFileNameTheKey) {
   }
 }
 
-// Kubernetes injects these into every pod beside a Service named sparsegdn.
-TEST(Config, ServiceLinksAreNotOurs) {
+// Kubernetes injects the first six into every pod beside a Service named sparsegdn; the seventh is
+// the command line client's.
+TEST(Config, VariablesThatAreNotOurs) {
   const auto got =
       Parse({}, {"SPARSEGDN_PORT=tcp://10.0.0.1:50051", "SPARSEGDN_SERVICE_HOST=10.0.0.1",
                  "SPARSEGDN_SERVICE_PORT=50051", "SPARSEGDN_SERVICE_PORT_GRPC=50051",
                  "SPARSEGDN_PORT_50051_TCP=tcp://10.0.0.1:50051",
-                 "SPARSEGDN_PORT_50051_TCP_ADDR=10.0.0.1", "OTHER=1"});
+                 "SPARSEGDN_PORT_50051_TCP_ADDR=10.0.0.1", "SPARSEGDN_SERVER=h:1", "OTHER=1"});
   EXPECT_TRUE(got.ok()) << got.status();
 }
 
