@@ -15,24 +15,31 @@ inline uint16_t Bf16Bits(float x) {
   return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
 }
 
+// A branch around floating-point work keeps the compiler from vectorising; a mask does not.
+inline int32_t Select(bool condition, int32_t yes, int32_t no) {
+  const int32_t mask = -static_cast<int32_t>(condition);
+  return (yes & mask) | (no & ~mask);
+}
+
 // |x| <= 448 up to rounding. Below 2^-6 E4M3 is the fixed-point grid of 2^-9; adding 2^14 to the
-// magnitude leaves exactly that grid in the low mantissa bits, rounded to nearest even.
-inline uint8_t F8Bits(float x) {
-  const uint32_t u = std::bit_cast<uint32_t>(x);
-  const uint32_t magnitude = u & 0x7fffffffu;
-  const uint32_t small =
-      std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 16384.0f) - 0x46800000u;
-  const uint32_t normal =
-      ((magnitude + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20) - ((127u - 7u) << 3);
-  const uint32_t code = magnitude < 0x3c800000u ? small : std::min(normal, 0x7eu);
-  return static_cast<uint8_t>(code | ((u >> 24) & 0x80u));
+// magnitude leaves exactly that grid in the low mantissa bits, rounded to nearest even. Signed
+// integers, because plain SSE2 compares no others and the loops must vectorise there too.
+inline int32_t F8Bits(float x) {
+  const int32_t u = std::bit_cast<int32_t>(x);
+  const int32_t magnitude = u & 0x7fffffff;
+  const int32_t small =
+      std::bit_cast<int32_t>(std::bit_cast<float>(magnitude) + 16384.0f) - 0x46800000;
+  const int32_t normal = ((magnitude + 0x7ffff + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3);
+  const int32_t capped = normal < 0x7e ? normal : 0x7e;
+  return Select(magnitude < 0x3c800000, small, capped) | ((u >> 24) & 0x80);
 }
 
 inline float F8Value(uint8_t bits) {
-  const uint32_t magnitude = bits & 0x7fu;
-  const float value = magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9f
-                                    : std::bit_cast<float>((magnitude << 20) + ((127u - 7u) << 23));
-  return bits & 0x80u ? -value : value;
+  const int32_t magnitude = bits & 0x7f;
+  const int32_t small = std::bit_cast<int32_t>(static_cast<float>(magnitude) * 0x1p-9f);
+  const int32_t normal = (magnitude << 20) + ((127 - 7) << 23);
+  const int32_t sign = static_cast<int32_t>(uint32_t{bits & 0x80u} << 24);
+  return std::bit_cast<float>(Select(magnitude < 8, small, normal) | sign);
 }
 
 template <size_t kBytes>
@@ -58,13 +65,14 @@ void Bf16ToF32(const uint16_t* in, int64_t n, float* out) {
 }
 
 void F32RowToF8(const float* in, int64_t n, uint8_t* out, float* scale) {
-  uint32_t max_bits = 0;  // of finite magnitudes, integer order is float order
+  int32_t max_bits = 0;  // of finite magnitudes, integer order is float order
   for (int64_t i = 0; i < n; ++i) {
-    max_bits = std::max(max_bits, std::bit_cast<uint32_t>(in[i]) & 0x7fffffffu);
+    const int32_t magnitude = std::bit_cast<int32_t>(in[i]) & 0x7fffffff;
+    max_bits = magnitude > max_bits ? magnitude : max_bits;
   }
   const float s = std::max(std::bit_cast<float>(max_bits) / kF8Max, 0x1p-126f);
   *scale = s;
-  for (int64_t i = 0; i < n; ++i) out[i] = F8Bits(in[i] / s);
+  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<uint8_t>(F8Bits(in[i] / s));
 }
 
 void F8RowToF32(const uint8_t* in, int64_t n, float scale, float* out) {

@@ -67,7 +67,7 @@ absl::Status ImportState::Add(uint32_t tensor, uint64_t byte_offset, std::string
                               uint64_t hash) {
   std::lock_guard lock(mutex_);
   if (!ended_.ok()) return ended_;
-  last_ns_ = clock_->NowNs();
+  if (!data.empty()) last_ns_ = clock_->NowNs();
   absl::Status status = AddLocked(tensor, byte_offset, data, hash);
   if (!status.ok()) EndLocked(status);
   return status;
@@ -81,7 +81,6 @@ absl::Status ImportState::AddLocked(uint32_t id, uint64_t byte_offset, std::stri
   }
   const TensorInfo& info = plan_.tensors[id];
   const std::string field = "chunk of " + info.name;
-  if (data.empty()) return Invalid(field, "got no data");
   if (byte_offset > info.bytes || data.size() > info.bytes - byte_offset) {
     return Invalid(field, absl::StrCat("got ", data.size(), " bytes at ", byte_offset,
                                        ", wanted within ", info.bytes));
@@ -89,9 +88,9 @@ absl::Status ImportState::AddLocked(uint32_t id, uint64_t byte_offset, std::stri
   if (Xxh3(data) != hash) {
     return Corrupt(field, absl::StrCat("the data at ", byte_offset, " does not match its hash"));
   }
+  if (data.empty()) return absl::OkStatus();
   Tensor& tensor = tensors_[id];
   if (tensor.have.empty()) {
-    absl::Status grown;
     if (!reservation_) {
       absl::StatusOr<std::unique_ptr<SnapshotTable::Reservation>> reservation =
           table_.Reserve(0, nullptr);

@@ -159,6 +159,13 @@ TEST(Import, PiecesInAnyOrderAndAnySize) {
   }
 }
 
+TEST(Import, AnEmptyPieceCarriesNothing) {
+  Harness h;
+  Upload upload = UploadOf(h.Complete(AfterLast(100)));
+  upload.pieces.insert(upload.pieces.begin(), {0, 7, "", engine::Xxh3("")});
+  EXPECT_TRUE(Send(h, upload).ok());
+}
+
 TEST(Import, PositionZeroIsTheZeroState) {
   Harness h;
   const auto ref = Send(h, UploadOf(h.Complete(Harness::Prompt(1))));
@@ -299,7 +306,11 @@ TEST(Import, DataThatIsNotWholeOrNotSound) {
        "INVALID_ARGUMENT INVALID_FIELD"},
       {"no such tensor", [](Upload& u) { u.pieces[0].tensor = 1000; },
        "INVALID_ARGUMENT INVALID_FIELD"},
-      {"empty piece", [](Upload& u) { u.pieces[0].data.clear(); },
+      {"empty piece in place of data",
+       [](Upload& u) {
+         u.pieces[0].data.clear();
+         u.pieces[0].hash = engine::Xxh3("");
+       },
        "INVALID_ARGUMENT INVALID_FIELD"},
       {"bit flipped", [](Upload& u) { u.pieces[2].data[7] ^= 1; }, "DATA_LOSS CHECKSUM_MISMATCH"},
       {"wrong hash", [](Upload& u) { u.pieces[2].hash ^= 1; }, "DATA_LOSS CHECKSUM_MISMATCH"},

@@ -29,8 +29,8 @@ TEST(ChunkSchedule, AbsoluteMultiplesThatDependOnTheRequestAlone) {
     config.chunk_windows = windows;
     std::map<int64_t, Cuts> alone;
     std::vector<PrefillRequest> requests;
-    for (int i = 0; i < 12; ++i) {
-      requests.push_back(Harness::Prompt(1 + static_cast<int64_t>(rng() % 15000) * 4 + i % 4, i));
+    for (int i = 0; i < 8; ++i) {
+      requests.push_back(Harness::Prompt(1 + static_cast<int64_t>(rng() % 3000) * 8 + i, i));
       Harness h({}, config);
       ASSERT_TRUE(h.Complete(requests.back()).status->ok());
       const std::map<int64_t, Cuts> cuts = CutsByPrompt(h.log->chunks());
@@ -165,14 +165,14 @@ TEST(Admission, SmallOnesPassOneThatLacksKvButNotForEver) {
   calls.push_back(h.Submit(Harness::Prompt(4000)));
   h.RunRounds(1);
   calls.push_back(h.Submit(Harness::Prompt(6200)));
-  for (int i = 0; i < 150; ++i) calls.push_back(h.Submit(Harness::Prompt(2100 + i, i)));
+  for (int i = 0; i < 100; ++i) calls.push_back(h.Submit(Harness::Prompt(2100 + i, i)));
   while (h.engine().RunOneRound()) {
     for (const auto& call : calls) {
       while (call->TryPop()) {
       }
     }
   }
-  EXPECT_EQ(h.observer.computed, 152);
+  EXPECT_EQ(h.observer.computed, 102);
   std::set<int64_t> before;
   for (const Record& c : h.log->chunks()) {
     if (c.prompt_tokens == 6200) break;
