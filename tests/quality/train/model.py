@@ -85,8 +85,8 @@ PIECES = ("_norm", "_conv_silu", "_unit", "_gates", "_gated_norm", "_swiglu")
 
 def compile_pieces():
     """Lets torch.compile fuse the elementwise chains of every model of this process."""
-    torch._dynamo.config.suppress_errors = True  # a piece that does not compile runs as it is
-    torch._dynamo.config.cache_size_limit = 64
+    import torch._dynamo as dynamo
+    dynamo.config.suppress_errors = True  # a piece that does not compile runs as it is
     for name in PIECES:
         globals()[name] = torch.compile(globals()[name], dynamic=True)
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains needle-gdn or needle-hybrid, in runs that go on where the last one stopped.
 
-    train_needle.py --model needle-gdn --out DIR [--minutes 9]    train, or go on
+    train_needle.py --model needle-gdn --out DIR [--minutes 8.75]    train, or go on
     train_needle.py --model needle-gdn --out DIR --export FOLDER  write the checkpoint folder
     train_needle.py --model needle-gdn --evaluate FOLDER [--lengths 1024,8192] [--examples 32]
 
@@ -30,7 +30,8 @@ def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--model", choices=sorted(model_module.CONFIGS), required=True)
     parser.add_argument("--out", help="folder of the run")
-    parser.add_argument("--minutes", type=float, default=9.0, help="stop and save after this time")
+    parser.add_argument("--minutes", type=float, default=8.75,
+                        help="stop and save after this time")
     parser.add_argument("--save-seconds", type=float, default=100.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies every stage's steps")
