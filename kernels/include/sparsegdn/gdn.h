@@ -52,8 +52,9 @@ inline constexpr uint32_t kStatusBadSequence = 1u << 2;     // a SequenceParams 
 
 // One pack. All pointers are in the backend's memory: host for CPU, device for CUDA (where nothing
 // is read on the host, so that a call can be captured in a graph). Inputs and outputs must not
-// overlap, except that the final state pool may be the initial one. Rows past cu_seqlens[num_seqs]
-// are neither read nor written.
+// overlap, except that the final state pool may be the initial one (then of one layout). No two
+// sequences may share a final slot, nor may one start from a slot of that pool that another writes.
+// Rows past cu_seqlens[num_seqs] are neither read nor written.
 struct GdnForwardArgs {
   GdnShape shape;
   int64_t num_tokens = 0;  // rows of q, k, v, ...; cu_seqlens[num_seqs] <= num_tokens <= 2^21
@@ -104,8 +105,9 @@ class GdnBackend {
 
   // Runs the whole pack: selection (unless args.mask), states, outputs. `stream` is a cudaStream_t
   // for CUDA and ignored by the CPU. INVALID_ARGUMENT names field, got and wanted for what the host
-  // can see; on CUDA, faults in device data set *args.status and leave the outputs unspecified but
-  // in bounds. RESOURCE_EXHAUSTED when the workspace is too small.
+  // can see, which on the CPU includes cu_seqlens and sequences (their bits are set in *args.status
+  // too, and nothing else is written); on CUDA, faults in device data set *args.status and leave the
+  // outputs unspecified but in bounds. RESOURCE_EXHAUSTED when the workspace is too small.
   virtual absl::Status Forward(const GdnForwardArgs& args, void* stream) = 0;
 
   // Selection alone: reads beta, v (kWriteNorm only), writes mask_out and selected.
