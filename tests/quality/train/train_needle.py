@@ -3,6 +3,7 @@
 
     train_needle.py --model needle-gdn --out DIR [--minutes 8.75]    train, or go on
     train_needle.py --model needle-gdn --out DIR --export FOLDER  write the checkpoint folder
+    train_needle.py --model needle-gdn --probe                    time a step of every stage
     train_needle.py --model needle-gdn --evaluate FOLDER [--lengths 1024,8192] [--examples 32]
 
 DIR holds state/ (four files below 16 MiB), log.jsonl and curve.png. Needs torch, numpy and
@@ -43,12 +44,13 @@ def parse(arguments):
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None,
                         help="fuse elementwise chains with torch.compile; default: on a GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--probe", action="store_true")
     parser.add_argument("--export", metavar="FOLDER")
     parser.add_argument("--evaluate", metavar="FOLDER")
     parser.add_argument("--lengths", default="1024,4096,8192,32768,131072")
     parser.add_argument("--examples", type=int, default=32)
     options = parser.parse_args(arguments)
-    if not options.evaluate and not options.out:
+    if not (options.evaluate or options.probe or options.out):
         parser.error("--out is needed to train or to export")
     return options
 
@@ -58,6 +60,40 @@ def make_trainer(options, device):
     plan = data.default_plan(options.scale, options.tokens_scale,
                              gaps=model_module.FULL in config.layer_types)
     return trainer.Trainer(config, plan, options.seed, device, trainer.Hyper(rate=options.rate))
+
+
+def prepare_device(options, device):
+    """Numerics and fusing of a training process; call before the first step."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = True
+    if options.compile or (options.compile is None and device.type == "cuda"):
+        model_module.compile_pieces()
+
+
+def probe(options, warm=3, timed=5):
+    """Prints milliseconds, tokens a second and peak memory of a step at every stage's length."""
+    run = make_trainer(options, options.device)
+    prepare_device(options, run.device)
+    on_gpu, total = run.device.type == "cuda", 0.0
+    for stage in run.plan.stages:
+        alone = data.Plan((data.Stage(stage.length, stage.tokens, 1),), gaps=run.plan.gaps)
+        batch = data.batch(alone, options.seed, 0, 0)
+        started = 0.0
+        for i in range(warm + timed):
+            if i == warm:
+                if on_gpu:
+                    torch.cuda.synchronize()
+                started = time.monotonic()
+            batch.step = run.step
+            run.train_step(batch)
+        if on_gpu:
+            torch.cuda.synchronize()
+        step = (time.monotonic() - started) / timed
+        peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
+        total += step * stage.steps
+        print(f"length {stage.length}: {1e3 * step:.1f} ms a step, {batch.tokens.size / step:,.0f} "
+              f"tokens/s, peak {peak:.1f} GiB, plan so far {total:.0f} s", flush=True)
+    return 0
 
 
 def report(run, line, started_tokens, started):
@@ -76,18 +112,15 @@ def train(options):
     state, log_path = (os.path.join(options.out, name) for name in ("state", "log.jsonl"))
     os.makedirs(options.out, exist_ok=True)
     # The workers fork before anything touches the GPU; a state says where they start.
-    probe = make_trainer(options, "cpu")
+    run = make_trainer(options, "cpu")
     if os.path.isdir(state):
-        probe.load(state)
-    loader = data.Loader(probe.plan, options.seed, probe.step, trainer.POOL_SLOTS, options.workers)
-    run = probe
+        run.load(state)
+    loader = data.Loader(run.plan, options.seed, run.step, trainer.POOL_SLOTS, options.workers)
     if options.device != "cpu":
-        torch.backends.cuda.matmul.allow_tf32 = True
         run = make_trainer(options, options.device)
         if os.path.isdir(state):
             run.load(state)
-    if options.compile or (options.compile is None and run.device.type == "cuda"):
-        model_module.compile_pieces()
+    prepare_device(options, run.device)
     lines = trainer.read_log(log_path, run.step)
     with open(log_path, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -157,6 +190,8 @@ def main(arguments=None):
     options = parse(arguments)
     if options.evaluate:
         return show(options)
+    if options.probe:
+        return probe(options)
     return export(options) if options.export else train(options)
 
 

@@ -169,6 +169,13 @@ class CommandLine(unittest.TestCase):
             self.assertEqual(code, 0)
             self.assertEqual(len(text.strip().split("\n")), 1 + 9)
 
+    def test_probe_times_every_stage(self):
+        with mock.patch.dict(model_module.CONFIGS, {"tiny": TINY}), \
+                mock.patch.object(data, "DEFAULT_STAGES", STAGES):
+            code, text = self.call("--probe", "--device", "cpu")
+        self.assertEqual(code, 0)
+        self.assertRegex(text, r"length 256: .* ms a step.*\nlength 1024: .* plan so far \d+ s")
+
     def test_out_is_needed(self):
         with contextlib.redirect_stderr(io.StringIO()), self.assertRaises(SystemExit):
             train_needle.main(["--model", "needle-gdn"])
