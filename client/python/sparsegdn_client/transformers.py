@@ -3,9 +3,12 @@
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     done = client.prefill(ids)                                # snapshot before the last token
     cache = load_into_cache(model, done.snapshot)
-    model.generate(torch.tensor([ids]), past_key_values=cache, max_new_tokens=32)
+    full = torch.tensor([ids])
+    model.generate(full, attention_mask=torch.ones_like(full), past_key_values=cache,
+                   max_new_tokens=32)
 
-`generate` takes the full ids; the cache must be shorter than they are, which "before_last" (the
+`generate` takes the full ids, and a mask, or it would take tokens equal to the pad token for padding.
+The cache must be shorter than they are, which "before_last" (the
 default) guarantees. Needs a transformers whose DynamicCache holds linear layers itself.
 """
 
@@ -71,14 +74,17 @@ def _check(snapshot: Snapshot, config: Any) -> None:
                     f"the snapshot has no layers.{layer}.{what}, which this model needs: request "
                     f"state, conv_state and kv"
                 )
+            first = 0 if what in ("key", "value") else snapshot.position
+            if info.position != first:
+                raise ValueError(
+                    f"{info.name} is at position {info.position}, must be {first}: put the rows of "
+                    f"the snapshot it continues before it, tail.joined(base)"
+                )
             got = info.shape
             if info.conv_layout == "three_columns":
                 got = (got[0], got[1] + 1)
             if got != shape:
                 raise ValueError(f"{info.name} has shape {list(got)}, the model needs {list(shape)}")
-            first = 0 if what in ("key", "value") else snapshot.position
-            if info.position != first:
-                raise ValueError(f"{info.name} is at position {info.position}, must be {first}")
 
 
 def _tensor(values: np.ndarray, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

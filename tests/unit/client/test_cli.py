@@ -1,5 +1,5 @@
 """Goal: the command line tool as a user meets it. Method: the built binary against the server in
-Python. SPARSEGDN_CLI names the binary."""
+Python. TEST_CLI names the binary."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from fake_server import FAULTS, FakeServer, make_snapshot, next_token
 from sparsegdn_client import load_snapshot_file, save_snapshot
 from sparsegdn_client._stubs import prefill_pb2 as pb
 
-CLI = os.environ["SPARSEGDN_CLI"]
+CLI = os.environ["TEST_CLI"]
 TOKENS = list(range(3, 43))
 TEXT = " ".join(map(str, TOKENS))
 
