@@ -2,6 +2,7 @@
 
 #include <google/protobuf/arena.h>
 
+#include <cmath>
 #include <utility>
 
 #include "server/engine/status_payload.h"
@@ -26,6 +27,9 @@ constexpr int64_t kDeadlineSlackShare = 64;
 double Seconds(steady_clock::duration duration) {
   return std::chrono::duration<double>(duration).count();
 }
+
+// For the log: whole microseconds.
+double Rounded(double value) { return std::round(value * 1e6) / 1e6; }
 
 }  // namespace
 
@@ -208,11 +212,11 @@ void PrefillReactor::End(const absl::Status& status) {
          {"tokens", prompt_tokens_},
          {"computed_tokens", usage.computed_tokens},
          {"cached_tokens", usage.cached_tokens},
-         {"retained_share", share},
-         {"queue_seconds", timings.queue_seconds},
-         {"engine_seconds", timings.engine_seconds},
+         {"retained_share", Rounded(share)},
+         {"queue_seconds", Rounded(timings.queue_seconds)},
+         {"engine_seconds", Rounded(timings.engine_seconds)},
          {"bytes_written", bytes_written_},
-         {"total_seconds", Seconds(steady_clock::now() - started_)}});
+         {"total_seconds", Rounded(Seconds(steady_clock::now() - started_))}});
   }
   Finish(out);
 }
