@@ -20,8 +20,7 @@ using V32 = hn::Vec<F32>;
 inline constexpr int kLanes = static_cast<int>(hn::MaxLanes(F32()));
 // A micro-tile is kTileRows x two vectors: 16 accumulators where there are 32 registers.
 inline constexpr int kTileCols = 2 * kLanes <= kPanel ? 2 * kLanes : kPanel;
-inline constexpr int kTileRows =
-    (HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_SSE4 || HWY_TARGET == HWY_SSSE3) ? 4 : 8;
+inline constexpr int kTileRows = kLanes >= 16 || HWY_ARCH_ARM ? 8 : 4;
 
 template <int R>
 struct Tile {
