@@ -124,14 +124,21 @@ void EngineImpl::Stop(Request& request, absl::Status status, EngineObserver::Sta
 
 void EngineImpl::ReleaseSlot(Request& request) {
   if (request.slot >= 0) runner_->Release(std::exchange(request.slot, -1));
+  PublishGauges();
+}
+
+// The gauges no longer count the request when its reader sees the end.
+void EngineImpl::Close(Request& request, absl::Status status) {
+  if (request.admitted_ns > 0) running_count_.fetch_sub(1, std::memory_order_relaxed);
+  request.stream->Close(std::move(status));
+  active_.fetch_sub(1, std::memory_order_acq_rel);
 }
 
 void EngineImpl::Fail(Request& request, absl::Status status) {
   ReleaseSlot(request);
   request.builder.reset();
   request.reservation.reset();
-  request.stream->Close(std::move(status));
-  EndActive();
+  Close(request, std::move(status));
 }
 
 void EngineImpl::FailDead() {
@@ -216,8 +223,7 @@ void EngineImpl::Finish(Request& request) {
   observer_->OnSnapshotReady(result.timings.total_seconds);
   streaming_.push_back({request.stream, clock_->NowNs(), request.computed_tokens});
   request.stream->Push(std::move(result));
-  request.stream->Close(absl::OkStatus());
-  EndActive();
+  Close(request, absl::OkStatus());
 }
 
 }  // namespace sparsegdn::engine

@@ -88,7 +88,7 @@ class EngineImpl final : public Engine {
   void Finish(Request& request);
   Result MakeResult(const Request& request, uint64_t digest) const;
   void ReleaseSlot(Request& request);
-  void EndActive() { active_.fetch_sub(1, std::memory_order_acq_rel); }
+  void Close(Request& request, absl::Status status);
 
   const EngineConfig config_;
   const std::unique_ptr<model::ModelRunner> runner_;

@@ -138,6 +138,7 @@ EngineImpl::RequestPtr EngineImpl::NextAdmission() {
 void EngineImpl::Start(RequestPtr request) {
   Request& r = *request;
   r.admitted_ns = clock_->NowNs();
+  running_count_.fetch_add(1, std::memory_order_relaxed);
   r.position = r.plan.first_position;
   r.last_step = step_;
   r.selected.assign(layout_.linear_layers.size() * static_cast<size_t>(layout_.pairs), 0);
@@ -313,7 +314,6 @@ void EngineImpl::Account(Request& request, const model::Chunk& chunk, size_t ind
 }
 
 void EngineImpl::PublishGauges() {
-  running_count_ = std::ssize(running_);
   free_slots_ = runner_->free_slots();
   free_kv_tokens_ = runner_->free_kv_tokens();
 }

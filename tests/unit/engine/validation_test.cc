@@ -121,6 +121,20 @@ TEST(Validation, EveryBadFieldIsNamedAndTheNextRequestWorks) {
   h.ExpectNoLeak();
 }
 
+TEST(Validation, AnEmptyPromptLeavesItsBatchMatesAlone) {
+  Harness h;
+  const auto before = h.Submit(Harness::Prompt(100));
+  EXPECT_EQ(Describe(h.SubmitError({})), "INVALID_ARGUMENT token_ids INVALID_FIELD");
+  const auto after = h.Submit(Harness::Prompt(100));
+  h.RunRounds();
+  for (const auto& call : {before, after}) {
+    Collected got;
+    ReadAvailable(*call, got);
+    EXPECT_TRUE(got.status->ok());
+  }
+  EXPECT_EQ(h.log->counts().steps, 1);
+}
+
 TEST(Validation, EdgesThatAreLegal) {
   const Row rows[] = {
       {"one token", [](auto& r) { r.tokens.resize(1); }, ""},
