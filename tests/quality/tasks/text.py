@@ -58,7 +58,8 @@ def _spread(rng, pieces, ordered=False):
 
     def body(size):
         text = prose.sentences(np.random.default_rng(filler_seed), size)
-        at = [(int(depth * size), 0, i, piece) for i, (depth, piece) in enumerate(zip(depths, pieces))]
+        at = [(int(depth * size), 0, i, piece)
+              for i, (depth, piece) in enumerate(zip(depths, pieces))]
         lines = sorted(at + [(i, 1, 0, line) for i, line in enumerate(text)])
         return " ".join(line[3] for line in lines)
 
@@ -85,7 +86,8 @@ def _variable_tracking(rng, num_chains=2, num_hops=4):
     values = prose.numbers(rng, num_chains)
     # Chains are interleaved but each in order: sort each chain's depths, not all.
     order = np.argsort(np.sort(rng.random(names.shape), axis=1).reshape(-1), kind="stable")
-    lines = [f"VAR {chain[0]} = {value}." if hop == 0 else f"VAR {chain[hop]} = VAR {chain[hop - 1]}."
+    lines = [f"VAR {chain[0]} = {value}." if hop == 0 else
+             f"VAR {chain[hop]} = VAR {chain[hop - 1]}."
              for chain, value in zip(names, values) for hop in range(num_hops + 1)]
     asked = int(rng.integers(num_chains))
     return _Task("Variables are assigned in the text below, also to one another. Track them.",

@@ -73,7 +73,8 @@ def save(model, folder):
         "text_config": _text_config(model.config),
         "tie_word_embeddings": False,
     }
-    index = {"metadata": {"total_size": total}, "weight_map": {name: SHARD for name in sorted(tensors)}}
+    index = {"metadata": {"total_size": total},
+             "weight_map": {name: SHARD for name in sorted(tensors)}}
     for name, value in (("config.json", config), (INDEX, index)):
         with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
             file.write(json.dumps(value, indent=2) + "\n")

@@ -14,8 +14,8 @@ with G the running sum of log_gate in the chunk and A_ij = beta_i e^{G_i - G_j} 
     S' = e^{G_C} S + (diag(e^{G_C - G}) K)^T U = d S + N + P S
         d = e^{G_C},   N = K^T diag(e^{G_C - G}) U0,   P = -K^T diag(e^{G_C - G}) W
 
-All but S' is batched over chunks; the chain S -> S' is two launches a chunk (DecayScan). d S is kept
-apart from P S so that TF32, if it is allowed, rounds only the correction and never the state.
+All but S' is batched over chunks; the chain S -> S' is two launches a chunk (DecayScan). d S is
+kept apart from P S so that TF32, if it is allowed, rounds only the correction and never the state.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def _full_precision():
 
 
 def _small_product(a, b):
-    """a @ b; blocks below 8 x 8 elementwise: batched matrix products of that size crawl on a GPU."""
+    """a @ b; blocks below 8 x 8 elementwise: batched products of that size crawl on a GPU."""
     if a.shape[-1] >= 8:
         return a @ b
     return (a[..., :, :, None] * b[..., None, :, :]).sum(-2)
@@ -116,7 +116,7 @@ class DecayScan(torch.autograd.Function):
 
 
 def _chunks(x, chunk):
-    """[B, T, H, ...] -> [N, B, H, chunk, ...], contiguous, so that step n of the scan is one block."""
+    """[B, T, H, ...] -> [N, B, H, chunk, ...], contiguous: a step of the scan is one block."""
     batch, tokens, heads = x.shape[:3]
     x = x.reshape(batch, tokens // chunk, chunk, heads, *x.shape[3:])
     return x.permute(1, 0, 3, 2, *range(4, x.dim())).contiguous()
@@ -125,8 +125,8 @@ def _chunks(x, chunk):
 def chunked(q, k, v, beta, log_gate, initial=None, chunk=CHUNK):
     """(o [B, T, Hv, Dv], final state [B, Hv, Dk, Dv]).
 
-    q, k [B, T, Hk, Dk] normalised, q scaled; v [B, T, Hv, Dv]; beta, log_gate [B, T, Hv]; all of one
-    dtype, fp32 or fp64. initial [B, Hv, Dk, Dv] or None for zeros. Any T >= 1: the tail is padded
+    q, k [B, T, Hk, Dk] normalised, q scaled; v [B, T, Hv, Dv]; beta, log_gate [B, T, Hv]; all of
+    one dtype, fp32 or fp64. initial [B, Hv, Dk, Dv] or None for zeros. Any T >= 1: the tail is padded
     with tokens of beta 0 and log_gate 0, which change nothing.
     """
     batch, tokens, k_heads, k_dim = k.shape

@@ -94,7 +94,8 @@ class DeltaRule(unittest.TestCase):
 
     def test_scan_gradient_numerically(self):
         shapes = ((3, 2, 4, 4), (3, 2, 4, 5), (3, 2), (2, 4, 5))
-        arguments = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+        arguments = [torch.randn(shape, dtype=torch.float64, requires_grad=True)
+                     for shape in shapes]
         self.assertTrue(torch.autograd.gradcheck(delta_rule.DecayScan.apply, arguments))
 
     def test_resume_at_any_token_equals_the_whole(self):

@@ -23,7 +23,7 @@ FILES = ("weights", "first_moment", "second_moment", "carried")
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """Optimiser and loss. The rate rises for `warmup` steps and falls on a cosine to a twentieth."""
+    """Optimiser and loss. The rate rises for `warmup` steps, then falls on a cosine to 1/20."""
 
     rate: float = 2e-3
     warmup: int = 150

@@ -1,4 +1,4 @@
-"""Training learns, resumes bit for bit, and its command line does what it says. CPU, tiny shapes."""
+"""Training learns, resumes bit for bit, and its command line does what it says. CPU, small."""
 
 import contextlib
 import io
@@ -84,7 +84,7 @@ class Training(unittest.TestCase):
             run.train_step(data.batch(PLAN, 0, 0, trainer.POOL_SLOTS))
 
     def test_loss_falls(self):
-        """Fixed seed, so no chance is involved; measured: prose 6.31 to 6.05, answers 6.37 to 5.43."""
+        """Fixed seed, so no chance; measured: prose 6.31 to 6.05, answers 6.37 to 5.43."""
         plan = data.Plan((data.Stage(256, 1024, 60),))
         logs = advance(make(plan=plan, hyper=trainer.Hyper(rate=5e-3, warmup=5)), plan.steps)
         prose = [log["prose"].item() for log in logs]
