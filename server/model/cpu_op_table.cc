@@ -72,6 +72,11 @@ class CpuOpTable : public OpTable {
       if (part.dtype != DType::kBF16) dtype = DType::kF32;
     }
     auto weight = std::make_unique<CpuWeight>(PackedMatrix(dtype, out, parts[0].shape[1]));
+    if (!weight->packed().allocated()) {
+      return absl::ResourceExhaustedError(absl::StrCat("cannot allocate ", weight->packed().bytes(),
+                                                       " bytes for a weight [", out, ", ",
+                                                       parts[0].shape[1], "]"));
+    }
     int64_t row = 0;
     for (const HostTensor& part : parts) {
       ops_.Pack(weight->packed(), row, part.shape[0], part.bytes.data(), part.dtype);

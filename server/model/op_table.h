@@ -57,6 +57,7 @@ class OpTable {
                               std::span<const void*> views) = 0;
 
   // [parts[0]; parts[1]; ...] stacked by rows, each [rows, in]. The table owns the result.
+  // RESOURCE_EXHAUSTED names the size.
   virtual absl::StatusOr<const Weight*> UploadMatrix(std::span<const HostTensor> parts) = 0;
 
   // Bytes of one block of the attention cache.
@@ -85,7 +86,7 @@ class OpTable {
                                    int32_t* flags) = 0;
 
   virtual absl::StatusOr<size_t> GdnWorkspaceBytes(const GdnLimits& limits) const = 0;
-  // The GDN core. args.timings is the table's business: Timings adds up what cores took.
+  // The GDN core. args.timings is the table's business: TakeGdnTimings adds up what cores took.
   virtual absl::Status GdnForward(const GdnForwardArgs& args) = 0;
   // Time spent in cores since the last call, after waiting for them.
   virtual absl::StatusOr<GdnTimings> TakeGdnTimings() = 0;

@@ -34,7 +34,7 @@ PackedMatrix::PackedMatrix(DType source, int64_t out, int64_t in)
   data_.reset(std::aligned_alloc(kAlign, std::max(rounded, kAlign)));
   // The last panel's missing outputs must read as zero; nobody writes them.
   const int64_t panels = (out_ + kPanel - 1) / kPanel;
-  if (out_ % kPanel != 0) {
+  if (allocated() && out_ % kPanel != 0) {
     std::memset(const_cast<void*>(panel(panels - 1)), 0, bytes() / panels);
   }
 }

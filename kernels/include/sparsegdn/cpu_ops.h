@@ -15,7 +15,9 @@ namespace sparsegdn {
 // FP16 sources are stored as FP32, which is exact. Move-only; filled once, then read-only.
 class PackedMatrix {
  public:
+  // `source` is the dtype it will be filled from. Check allocated() before anything else.
   PackedMatrix(DType source, int64_t out, int64_t in);
+  bool allocated() const { return data_ != nullptr; }
 
   int64_t out() const { return out_; }
   int64_t in() const { return in_; }
