@@ -15,7 +15,8 @@ namespace fused {
 namespace {
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 1) FusedKernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads, 1)
+    FusedKernel(const __grid_constant__ Params p, const __grid_constant__ TileMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& sm = *reinterpret_cast<Shared*>(raw);
@@ -27,6 +28,13 @@ __global__ void __launch_bounds__(kThreads, 1) FusedKernel(const __grid_constant
       BarrierInit(&sm.state_full, kStateThreads / 32);
       BarrierInit(&sm.u_full, kStateThreads / 32);
       BarrierInit(&sm.group_done, kOutputThreads / 32);
+      BarrierInit(&sm.inverse_full, 1);
+      for (int i = 0; i < 2; ++i) {
+        BarrierInit(&sm.queries_full[i], 1);
+        BarrierInit(&sm.values_full[i], 1);
+      }
+      // The copy engine must see the barriers.
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
   }
   __syncthreads();
@@ -44,20 +52,58 @@ __global__ void __launch_bounds__(kThreads, 1) FusedKernel(const __grid_constant
     StateSide<T> side(p, sm);
     side.Run();
   } else {
-    OutputSide<T> side(p, sm);
+    OutputSide<T> side(p, maps, sm);
     side.Run();
   }
 #endif
 }
 
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's encoder, found through the runtime so that nothing links libcuda.
+EncodeTiled FindEncoder() {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
+                                                             12000, cudaEnableDefault, &found);
+  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) return nullptr;
+  return reinterpret_cast<EncodeTiled>(entry);
+}
+
+bool EncodeMap(EncodeTiled encode, const ConstTensorRef& x, int64_t tokens, int64_t heads,
+               CUtensorMap* map) {
+  const cuuint64_t dims[3] = {kDim, static_cast<cuuint64_t>(heads),
+                              static_cast<cuuint64_t>(tokens)};
+  // The stride of a dimension of one is never used, but must be legal.
+  const cuuint64_t strides[2] = {
+      heads > 1 ? static_cast<cuuint64_t>(x.head_stride) * 2 : kDim * 2,
+      tokens > 1 ? static_cast<cuuint64_t>(x.token_stride) * 2 : kDim * 2};
+  const cuuint32_t box[3] = {64, 1, kTile};
+  const cuuint32_t steps[3] = {1, 1, 1};
+  const CUtensorMapDataType type =
+      x.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  return encode(map, type, 3, const_cast<void*>(x.data), dims, strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 template <typename T>
 cudaError_t Launch(const Params& p, cudaStream_t stream) {
   constexpr int kBytes = static_cast<int>(sizeof(Shared));
+  static const EncodeTiled encode = FindEncoder();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  TileMaps maps{};
+  if (p.num_tokens > 0 && !(EncodeMap(encode, p.q, p.num_tokens, p.shape.num_k_heads, &maps.q) &&
+                            EncodeMap(encode, p.k, p.num_tokens, p.shape.num_k_heads, &maps.k) &&
+                            EncodeMap(encode, p.v, p.num_tokens, p.shape.num_v_heads, &maps.v))) {
+    return cudaErrorInvalidValue;
+  }
   const cudaError_t error =
       cudaFuncSetAttribute(FusedKernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   const int64_t blocks = p.ws.segments * p.shape.num_v_heads;
-  FusedKernel<T><<<static_cast<unsigned>(blocks), kThreads, kBytes, stream>>>(p);
+  FusedKernel<T><<<static_cast<unsigned>(blocks), kThreads, kBytes, stream>>>(p, maps);
   return cudaGetLastError();
 }
 
@@ -85,6 +131,7 @@ cudaError_t LaunchFused(const Params& p, cudaStream_t stream) {
     const cudaError_t error = cudaMemsetAsync(p.ws.state_readers, 0, bytes, stream);
     if (error != cudaSuccess) return error;
   }
+  if (const cudaError_t error = LaunchInverse(p, stream); error != cudaSuccess) return error;
   if (p.q.dtype == DType::kBF16) return fused::Launch<__nv_bfloat16>(p, stream);
   return fused::Launch<__half>(p, stream);
 }

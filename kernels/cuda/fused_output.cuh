@@ -14,11 +14,17 @@ namespace sparsegdn::cuda::fused {
 template <typename T>
 class OutputSide {
  public:
-  __device__ __forceinline__ OutputSide(const Params& p, Shared& sm)
-      : p_(p), sm_(sm), job_(sm.job), tid_(threadIdx.x % 128), wg_(threadIdx.x / 128 - 2) {
+  __device__ __forceinline__ OutputSide(const Params& p, const TileMaps& maps, Shared& sm)
+      : p_(p),
+        maps_(maps),
+        sm_(sm),
+        job_(sm.job),
+        tid_(threadIdx.x % 128),
+        wg_(threadIdx.x / 128 - 2) {
     row_ = tid_ / 32 * 16 + tid_ % 32 / 4;
     column_ = 2 * (tid_ % 4);
     q_ = SharedAddress(sm.tile[wg_][0]);
+    direct_ = p.o.dtype != p.q.dtype;
   }
 
   __device__ __forceinline__ void Run() {
@@ -41,7 +47,7 @@ class OutputSide {
       }
       BarrierArriveWarp(&sm_.group_done);
     }
-    CopyWait<0>();
+    if (in_flight_) AwaitTile();
   }
 
  private:
@@ -49,44 +55,60 @@ class OutputSide {
     NamedBarrier(kBarrierGroup0 + 2 + wg_, 128);
   }
 
-  // Rows [row, row + 64) of one of q, k, v (tensor 0, 1, 2) to its panels; zeros past the segment.
-  __device__ __forceinline__ void CopyTile(int tensor, const ConstTensorRef& x, int head, int row) {
-    const uint32_t to = q_ + tensor * 2 * kPanel;
-    const T* from = static_cast<const T*>(x.data) + head * x.head_stride + tid_ % 16 * 8;
-    const int piece = tid_ % 16;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int r = tid_ / 16 + 8 * i;
-      const bool live = row + r < job_.end_row;
-      CopyAsync16(to + piece / 8 * kPanel + PanelOffset(r, piece % 8 * 8),
-                  from + (live ? (row + r) * x.token_stride : 0), live);
-    }
-  }
+  // Starts the copy of the tile at `row`, q (and k for the self term) or v. Rows past the group may
+  // hold anything: a row of q, k or v only ever reaches the same row of o.
   __device__ __forceinline__ void FetchQueries(int row) {
-    if (row < job_.end_row) {
-      CopyTile(0, p_.q, job_.pair, row);
-      if (job_.self_term) CopyTile(1, p_.k, job_.pair, row);
+    in_flight_ = row < job_.end_row;
+    if (!in_flight_ || tid_ != 0) return;
+    uint64_t* full = &sm_.queries_full[wg_];
+    BarrierExpect(full, job_.self_term ? 4 * kPanel : 2 * kPanel);
+    for (int half = 0; half < 2; ++half) {
+      CopyBox(q_ + half * kPanel, &maps_.q, full, 64 * half, job_.pair, row);
+      if (job_.self_term) {
+        CopyBox(q_ + (2 + half) * kPanel, &maps_.k, full, 64 * half, job_.pair, row);
+      }
     }
-    CopyCommit();
   }
   __device__ __forceinline__ void FetchValues(int row) {
-    if (row < job_.end_row && job_.self_term) CopyTile(2, p_.v, job_.head, row);
-    CopyCommit();
+    if (!job_.self_term || row >= job_.end_row || tid_ != 0) return;
+    uint64_t* full = &sm_.values_full[wg_];
+    BarrierExpect(full, 2 * kPanel);
+    for (int half = 0; half < 2; ++half) {
+      CopyBox(q_ + (4 + half) * kPanel, &maps_.v, full, 64 * half, job_.head, row);
+    }
+  }
+  __device__ __forceinline__ void AwaitQueries() {
+    BarrierWait(&sm_.queries_full[wg_], queries_parity_);
+    queries_parity_ ^= 1;
+  }
+  __device__ __forceinline__ void AwaitValues() {
+    if (!job_.self_term) return;
+    BarrierWait(&sm_.values_full[wg_], values_parity_);
+    values_parity_ ^= 1;
+  }
+  __device__ __forceinline__ void AwaitTile() {
+    AwaitQueries();
+    AwaitValues();
   }
 
   // q_t . k_t of this thread's two rows: the diagonals of the warp's two 16 x 8 products.
   __device__ __forceinline__ float2 SelfDots() {
     const int lane = tid_ % 32;
-    uint32_t at = q_ + PanelOffset(tid_ / 32 * 16 + lane % 16, lane / 16 * 8);
+    const uint32_t at = q_ + PanelOffset(tid_ / 32 * 16 + lane % 16, lane / 16 * 8);
     float low[4] = {}, high[4] = {};  // columns 0..7 and 8..15
+    uint32_t a[2][4], b[2][4];
+    LoadMatrices(a[0], at);
+    LoadMatrices(b[0], at + 2 * kPanel);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      const uint32_t from = (at ^ (k % 4 << 5)) + k / 4 * kPanel;
-      uint32_t a[4], b[4];
-      LoadMatrices(a, from);
-      LoadMatrices(b, from + 2 * kPanel);
-      MmaHalf<T>(low, a, b[0], b[2]);
-      MmaHalf<T>(high, a, b[1], b[3]);
+      const int next = k + 1;
+      if (next < 8) {
+        const uint32_t from = (at ^ (next % 4 << 5)) + next / 4 * kPanel;
+        LoadMatrices(a[next % 2], from);
+        LoadMatrices(b[next % 2], from + 2 * kPanel);
+      }
+      MmaHalf<T>(low, a[k % 2], b[k % 2][0], b[k % 2][2]);
+      MmaHalf<T>(high, a[k % 2], b[k % 2][1], b[k % 2][3]);
     }
     const int g = lane / 4;
     const float x = g % 2 == 0 ? low[0] : low[1], y = g % 2 == 0 ? high[2] : high[3];
@@ -184,71 +206,96 @@ class OutputSide {
     FenceRegisters(o);
   }
 
-  // factor * o + self * v, in this thread's places of the v panels where o has 16 bits.
-  __device__ __forceinline__ void Emit(int row, int end, const float (&factor)[2],
-                                       const float (&self)[2], float (&o)[64]) {
-    const uint32_t base = CellBase(sm_.tile[wg_][2][0], row_, column_);
-    const bool bf16 = p_.o.dtype == DType::kBF16, wide = p_.o.dtype == DType::kF32;
+  // o <- factor * o + self * v; v is read four cells at a time, so that the loads overlap.
+  __device__ __forceinline__ void AddSelf(uint32_t base, const float (&factor)[2],
+                                          const float (&self)[2], float (&o)[64]) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int part = 0; part < 8; ++part) {
+      const int half = part / 4, first = part % 4 * 4;
+      const uint32_t from = base + half * 1024 + first / 8 * kPanel;
+      uint32_t v[4];
+      if (job_.self_term) {
 #pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        const uint32_t cell = (base ^ (j % 8 << 4)) + half * 1024 + j / 8 * kPanel;
-        float& x = o[4 * j + 2 * half];
-        float& y = o[4 * j + 2 * half + 1];
+        for (int j = 0; j < 4; ++j) v[j] = LoadCell(from ^ ((first % 8 + j) << 4));
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float& x = o[4 * (first + j) + 2 * half];
+        float& y = o[4 * (first + j) + 2 * half + 1];
         x *= factor[half];
         y *= factor[half];
         if (job_.self_term) {
-          const float2 v = Unpack<T>(LoadCell(cell));
-          x += self[half] * v.x;
-          y += self[half] * v.y;
-        }
-        if (!wide) {
-          const uint32_t as_bf16 = Pack<__nv_bfloat16>(x, y), as_half = Pack<__half>(x, y);
-          StoreCell(cell, bf16 ? as_bf16 : as_half);
+          const float2 f = Unpack<T>(v[j]);
+          x += self[half] * f.x;
+          y += self[half] * f.y;
         }
       }
     }
-    if (!wide) return;
+  }
+
+  // o to device memory: through this thread's cells of the v panels, or element by element where o
+  // is not of the inputs' dtype.
+  __device__ __forceinline__ void Emit(int row, int end, const float (&factor)[2],
+                                       const float (&self)[2], float (&o)[64]) {
+    const uint32_t base = CellBase(sm_.tile[wg_][2][0], row_, column_);
+    AddSelf(base, factor, self, o);
+    if (direct_) {
+      StoreDirect(row, end, o);
+      return;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        StoreCell((base ^ (j % 8 << 4)) + half * 1024 + j / 8 * kPanel,
+                  Pack<T>(o[4 * j + 2 * half], o[4 * j + 2 * half + 1]));
+      }
+    }
+  }
+  __device__ __forceinline__ void StoreDirect(int row, int end, const float (&o)[64]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = row + row_ + 8 * half;
-      float* to = static_cast<float*>(p_.o.data) + r * p_.o.token_stride +
-                  job_.head * p_.o.head_stride + column_;
+      const int64_t at = r * p_.o.token_stride + job_.head * p_.o.head_stride + column_;
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
         if (r >= end) break;
-        to[8 * j] = o[4 * j + 2 * half];
-        to[8 * j + 1] = o[4 * j + 2 * half + 1];
+        StoreAs(p_.o.data, p_.o.dtype, at + 8 * j, o[4 * j + 2 * half]);
+        StoreAs(p_.o.data, p_.o.dtype, at + 8 * j + 1, o[4 * j + 2 * half + 1]);
       }
     }
   }
   __device__ __forceinline__ void StoreTile(int row, int end) {
-    if (p_.o.dtype == DType::kF32) return;
-    uint16_t* to = static_cast<uint16_t*>(p_.o.data) + job_.head * p_.o.head_stride;
-    const int piece = tid_ % 16;
+    if (direct_) return;
+    const int piece = tid_ % 16, first = tid_ / 16;
+    const uint32_t from =
+        SharedAddress(sm_.tile[wg_][2][piece / 8]) + PanelOffset(first, piece % 8 * 8);
+    uint16_t* to = static_cast<uint16_t*>(p_.o.data) + job_.head * p_.o.head_stride +
+                   (row + first) * p_.o.token_stride + piece * 8;
+    const int64_t step = 8 * p_.o.token_stride;
+    const int rows = end - row - first;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int r = tid_ / 16 + 8 * i;
-      if (row + r >= end) break;
-      *reinterpret_cast<uint4*>(to + (row + r) * p_.o.token_stride + piece * 8) =
-          *reinterpret_cast<const uint4*>(sm_.tile[wg_][2][piece / 8] +
-                                          PanelOffset(r, piece % 8 * 8));
+    for (int part = 0; part < 2; ++part) {
+      uint4 x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = LoadPiece(from + (4 * part + i) * 1024);
+#pragma unroll
+      for (int i = 0; i < 4; ++i, to += step) {
+        if (8 * (4 * part + i) < rows) *reinterpret_cast<uint4*>(to) = x[i];
+      }
     }
   }
 
   // One tile; `u_parity` >= 0: U is not known to be there yet.
   __device__ __forceinline__ void Tile(int n, int row, int end, int next, int u_parity) {
-    if (fetched_ != row) {
-      CopyWait<0>();
+    if (fetched_ != row) {  // the first tile, or the next group turned out shorter
+      if (in_flight_) AwaitTile();
       WarpgroupBarrier();
       FetchQueries(row);
       FetchValues(row);
     }
     RowFactors f[2] = {LoadRow(row + row_, end), LoadRow(row + row_ + 8, end)};
-    CopyWait<1>();  // q and k
-    ProxyFence();
-    WarpgroupBarrier();
+    AwaitQueries();
     float scores[32], o[64];
     const float2 dots = StateProducts(n, scores, o);
     WarpgroupBarrier();  // q and k are read
@@ -275,23 +322,27 @@ class OutputSide {
     factor[0] *= f[0].norm * p_.scale;
     factor[1] *= f[1].norm * p_.scale;
     const float self[2] = {f[0].self * p_.scale, f[1].self * p_.scale};
-    CopyWait<1>();  // v
-    WarpgroupBarrier();
+    AwaitValues();
     Emit(row, end, factor, self, o);
     WarpgroupBarrier();
     StoreTile(row, end);
+    ProxyFence();
     WarpgroupBarrier();
     FetchValues(next);
     fetched_ = next;
   }
 
   const Params& p_;
+  const TileMaps& maps_;
   Shared& sm_;
   const Job& job_;
   int tid_, wg_;
   int row_, column_;  // of this thread in a 64-row accumulator
   uint32_t q_;        // the warpgroup's tile in shared memory
+  bool direct_;       // o is not of the inputs' dtype
   int fetched_ = -1;  // first row of the tile that is under way
+  bool in_flight_ = false;
+  int queries_parity_ = 0, values_parity_ = 0;
 };
 
 }  // namespace sparsegdn::cuda::fused

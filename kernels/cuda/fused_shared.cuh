@@ -2,6 +2,8 @@
 #ifndef SPARSEGDN_KERNELS_CUDA_FUSED_SHARED_CUH_
 #define SPARSEGDN_KERNELS_CUDA_FUSED_SHARED_CUH_
 
+#include <cuda.h>
+
 #include "kernels/cuda/device_common.cuh"
 #include "kernels/cuda/panel.cuh"
 
@@ -14,8 +16,6 @@ inline constexpr int kThreads = kStateThreads + kOutputThreads;
 inline constexpr int kTile = 64;                // tokens
 inline constexpr int kPanel = 64 * 128;         // bytes of a panel of 64 rows
 inline constexpr int kStatePanel = kDim * 128;  // bytes of a panel of 128 rows
-inline constexpr int kSolveRow = 68;            // floats a row of the 64 x 64 solve
-inline constexpr int kHalfRow = 36;             // and of its 32 x 32 scratch
 inline constexpr int kNoToken = 0x7fffffff;
 // A segment may start from zero where the decay since is 2^-24 or less: then the state it drops,
 // multiplied by factors of norm <= 1 (beta |k|^2 <= 2) and by that decay, is below half an ulp of
@@ -34,6 +34,12 @@ inline constexpr float kScaledFrameLog2 = std::is_same_v<T, __half> ? 8.0f : 96.
 inline constexpr int kBarrierState = 1;
 inline constexpr int kBarrierGroup0 = 2;
 
+// How the copy engine reads q, k and v: [num_tokens, heads, 128] in boxes of 64 tokens, one head
+// and 64 elements.
+struct TileMaps {
+  CUtensorMap q, k, v;
+};
+
 // What both sides read of a group while it is current. Two slots. Gate sums are high + low parts in
 // log2 units and run within the window. Past the last event: kNoToken, -1e30, 0, 0.
 struct Factors {
@@ -49,6 +55,7 @@ struct Rows {
   int token[kGroup];
   int begin, end;
   int first;  // the window's first group
+  int slot;   // of T, among the head's
 };
 
 // One value head of one time segment of one sequence.
@@ -71,6 +78,27 @@ struct Job {
   const int32_t* event_counts;  // of the pair, by window of the sequence
 };
 
+// What both kernels know of a sequence: everything of the job but its segment.
+__device__ __forceinline__ void FillJob(const Params& p, int seq, int head, Job* j) {
+  const SequenceParams& s = p.sequences[seq];
+  j->seq = seq;
+  j->head = head;
+  j->pair = head / p.ratio;
+  j->row0 = p.cu_seqlens[seq];
+  j->length = p.cu_seqlens[seq + 1] - j->row0;
+  j->first_position = s.first_position;
+  j->window0 = p.ws.window_offset[seq];
+  j->windows = p.ws.window_offset[seq + 1] - j->window0;
+  j->dense = IsDense(p, seq);
+  j->cut64 = j->dense && s.snapshot_every > 0;
+  j->self_term = !j->dense && s.budget.local == LocalTerm::kSelf;
+  j->adjacent = s.budget.solver == Solver::kBlockAdjacent;
+  j->gate_sum = p.ws.gate_sum + head * p.num_tokens;
+  j->beta = p.ws.beta + head * p.num_tokens;
+  j->event_rows = p.ws.events + j->pair * p.num_tokens;
+  j->event_counts = p.ws.event_count + j->pair * p.ws.windows + j->window0;
+}
+
 // A walk over the groups of one head pair.
 struct Cursor {
   int window, group, groups;  // position, and groups of this window
@@ -84,13 +112,12 @@ struct __align__(1024) Shared {
   uint8_t u[2][kPanel];           // U, [half of Dv]
   uint8_t inverse[kPanel];        // T
   uint8_t tile[2][3][2][kPanel];  // [output warpgroup][q, k, v or o][half]
-  float solve[kGroup * kSolveRow];
-  float scratch[32 * kHalfRow];
   Factors factors[2];
   Rows rows[4];
   Job job;
   Cursor cursor;  // of the state side, two groups ahead
-  uint64_t state_full, u_full, group_done;
+  uint64_t state_full, u_full, group_done, inverse_full;
+  uint64_t queries_full[2], values_full[2];  // of an output warpgroup's tile
   int norms_bad;
   int active;
 };
@@ -116,6 +143,11 @@ __device__ __forceinline__ void NextGroup(const Job& job, Cursor* c) {
   if (++c->group == c->groups && c->window + 1 < job.windows) {
     EnterWindow(job, c->window + 1, c);
   }
+}
+
+// Place of the group's T among those of its head: a window of n rows has at most n / 64 + 2 groups.
+__device__ __forceinline__ int InverseSlot(const Job& job, const Cursor& c) {
+  return c.row0 / kTile + 2 * (job.window0 + c.window) + c.group;
 }
 
 __device__ __forceinline__ int EventRow(const Job& job, const Cursor& c, int e) {

@@ -1,4 +1,4 @@
-// T = (I + L)^-1 of a 64 x 64 unit lower triangular matrix in shared memory, by 256 threads.
+// T = (I + L)^-1 of a 64 x 64 unit lower triangular matrix in shared memory, by 128 threads.
 //
 // Blocks of 16 on the diagonal by forward substitution in fp32; then 16 -> 32 -> 64 by
 // T_10 = -T_11 (L_10 T_00), products in split TF32 (three terms, about fp32). Substitution only:
@@ -9,6 +9,10 @@
 #include "kernels/cuda/fused_shared.cuh"
 
 namespace sparsegdn::cuda::fused {
+
+inline constexpr int kSolveThreads = 128;
+inline constexpr int kSolveRow = 68;  // floats a row of the 64 x 64 matrix
+inline constexpr int kHalfRow = 36;   // and of the 32 x 32 scratch
 
 __device__ __forceinline__ void MmaTf32(float (&d)[4], const uint32_t (&a)[4],
                                         const uint32_t (&b)[2]) {
@@ -69,7 +73,13 @@ __device__ __forceinline__ void InvertDiagonal(float* m, int t) {
   for (int i = 0; i < 16; ++i) {
     float sum = i == j ? 1.0f : 0.0f;
 #pragma unroll
-    for (int l = 0; l < i; ++l) sum -= at[i * kSolveRow + l] * x[l];
+    for (int l = 0; l < i; l += 4) {
+      const float4 a = *reinterpret_cast<const float4*>(&at[i * kSolveRow + l]);
+      sum -= a.x * x[l];
+      if (l + 1 < i) sum -= a.y * x[l + 1];
+      if (l + 2 < i) sum -= a.z * x[l + 2];
+      if (l + 3 < i) sum -= a.w * x[l + 3];
+    }
     x[i] = sum;
   }
   __syncwarp();
@@ -77,47 +87,52 @@ __device__ __forceinline__ void InvertDiagonal(float* m, int t) {
   for (int i = 0; i < 16; ++i) at[i * kSolveRow + j] = x[i];
 }
 
-// m: strictly lower L, zero elsewhere; becomes T. `adjacent` keeps only the diagonal and the first
-// sub-diagonal blocks. t is the thread's index among the 256, `at` its
-// place in the warp.
-__device__ __forceinline__ void SolveInPlace(float* m, float* scratch, bool adjacent, int t,
-                                             Lane at) {
-  const int warp = t / 32;
+// T_10 = -T_11 (L_10 T_00) for the 16 x 16 block at rows `row` and columns row - 16; one warp.
+__device__ __forceinline__ void MergeBlock(Lane at, float* m, float* scratch, int row) {
   float d[4];
-  if (t < 64) InvertDiagonal(m, t);
-  NamedBarrier(kBarrierState, kStateThreads);
-  // Blocks (1, 0), (3, 2) and, when adjacent, (2, 1): two 16 x 8 halves each.
-  const int merge = warp / 2, half = warp % 2 * 8;
-  const int row = merge == 0 ? 16 : (merge == 1 ? 48 : 32);
-  const bool merges = merge < (adjacent ? 3 : 2);
   float* block = m + row * kSolveRow + row - 16;
-  float* scratch16 = scratch + merge * 16 * 20;
-  if (merges) {
-    const float* before = m + (row - 16) * kSolveRow + row - 16;
-    WarpProduct<2>(at, block, kSolveRow, before + half, kSolveRow, d);
-    WarpStore(at, scratch16 + half, 20, d, 1.0f);
+  for (int half = 0; half < 16; half += 8) {
+    WarpProduct<2>(at, block, kSolveRow, m + (row - 16) * kSolveRow + row - 16 + half, kSolveRow,
+                   d);
+    WarpStore(at, scratch + half, 20, d, 1.0f);
   }
-  NamedBarrier(kBarrierState, kStateThreads);
-  if (merges) {
-    WarpProduct<2>(at, m + row * kSolveRow + row, kSolveRow, scratch16 + half, 20, d);
+  __syncwarp();
+  for (int half = 0; half < 16; half += 8) {
+    WarpProduct<2>(at, m + row * kSolveRow + row, kSolveRow, scratch + half, 20, d);
     WarpStore(at, block + half, kSolveRow, d, -1.0f);
   }
+}
+
+// m: strictly lower L, zero elsewhere; becomes T. `adjacent` keeps only the diagonal and the first
+// sub-diagonal blocks. All 128 threads of the block.
+__device__ __forceinline__ void SolveInPlace(float* m, float* scratch, bool adjacent) {
+  const int t = threadIdx.x, warp = t / 32;
+  const Lane at{t % 32 / 4, t % 4};
+  if (t < 64) InvertDiagonal(m, t);
+  __syncthreads();
+  const int row = warp == 0 ? 16 : (warp == 1 ? 48 : 32);
+  if (warp < (adjacent ? 3 : 2)) MergeBlock(at, m, scratch + warp * 16 * 20, row);
+  __syncthreads();
   if (adjacent) {
-    for (int i = t; i < 32 * 32; i += kStateThreads) {
+    for (int i = t; i < 32 * 32; i += kSolveThreads) {
       const int r = i / 32, c = i % 32;
       if (!(r < 16 && c >= 16)) m[(32 + r) * kSolveRow + c] = 0.0f;
     }
-    NamedBarrier(kBarrierState, kStateThreads);
+    __syncthreads();
     return;
   }
-  NamedBarrier(kBarrierState, kStateThreads);
-  const int r = warp / 4 * 16, c = warp % 4 * 8;
-  WarpProduct<4>(at, m + (32 + r) * kSolveRow, kSolveRow, m + c, kSolveRow, d);
-  WarpStore(at, scratch + r * kHalfRow + c, kHalfRow, d, 1.0f);
-  NamedBarrier(kBarrierState, kStateThreads);
-  WarpProduct<4>(at, m + (32 + r) * kSolveRow + 32, kSolveRow, scratch + c, kHalfRow, d);
-  WarpStore(at, m + (32 + r) * kSolveRow + c, kSolveRow, d, -1.0f);
-  NamedBarrier(kBarrierState, kStateThreads);
+  float d[4];
+  const int c = warp * 8;
+  for (int r = 0; r < 32; r += 16) {
+    WarpProduct<4>(at, m + (32 + r) * kSolveRow, kSolveRow, m + c, kSolveRow, d);
+    WarpStore(at, scratch + r * kHalfRow + c, kHalfRow, d, 1.0f);
+  }
+  __syncthreads();
+  for (int r = 0; r < 32; r += 16) {
+    WarpProduct<4>(at, m + (32 + r) * kSolveRow + 32, kSolveRow, scratch + c, kHalfRow, d);
+    WarpStore(at, m + (32 + r) * kSolveRow + c, kSolveRow, d, -1.0f);
+  }
+  __syncthreads();
 }
 
 }  // namespace sparsegdn::cuda::fused

@@ -1,15 +1,14 @@
 // The state side of the fused kernel: two warpgroups walk the groups of a segment in order.
 //
 // Warpgroup w keeps columns [64 w, 64 w + 64) of S in fp32 registers and, per group, forms
-//   L = tril(beta_i e^{G_i - G_l} k_i . k_l, -1), T = (I + L)^-1     (columns of L are shared out)
 //   W = beta (V - e^G K S),  U = T W,  S = e^{G_end} S + K^T (e^{G_end - G} U)
-// or the same in the scaled frame of fused_shared.cuh, where L has no gates, W = beta (e^{-G} V - K
-// S) and S = e^{G_end} (S + K^T U). Operands have 16 bits, sums are fp32. L and T of the next group
-// are formed before the output side is waited for, so that only K S -> T W -> K^T U is serial.
+// or the same in the scaled frame of fused_shared.cuh, where W = beta (e^{-G} V - K
+// S) and S = e^{G_end} (S + K^T U). Operands have 16 bits, sums are fp32. T comes
+// from InverseKernel, so that only K S -> T W -> K^T U is serial.
 #ifndef SPARSEGDN_KERNELS_CUDA_FUSED_STATE_CUH_
 #define SPARSEGDN_KERNELS_CUDA_FUSED_STATE_CUH_
 
-#include "kernels/cuda/fused_solve.cuh"
+#include "kernels/cuda/fused_shared.cuh"
 #include "kernels/cuda/wgmma.cuh"
 
 namespace sparsegdn::cuda::fused {
@@ -21,6 +20,7 @@ class StateSide {
       : p_(p), sm_(sm), job_(sm.job), tid_(threadIdx.x), wg_(threadIdx.x / 128) {
     row_ = tid_ % 128 / 32 * 16 + tid_ % 32 / 4;
     column_ = 2 * (tid_ % 4);
+    snapshots_ = p.sequences[job_.seq].snapshot_every > 0;
   }
 
   __device__ __forceinline__ void Run() {
@@ -143,6 +143,7 @@ class StateSide {
     if (tid_ == 64) {
       rows.begin = fetched_row_;
       rows.first = fetched_row_ == sm_.cursor.row0;
+      rows.slot = InverseSlot(job_, sm_.cursor);
     }
     if (tid_ == 65) rows.end = fetched_row_;
   }
@@ -233,50 +234,13 @@ class StateSide {
     StateBarrier();
   }
 
-  // T of group n, from keys and factors that every thread can see. Ends without a barrier.
-  __device__ __forceinline__ void FormInverse(int n) {
-    float products[16];
-    const uint32_t keys = SharedAddress(sm_.key[n % 2]);
-    WgmmaFence();
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const uint32_t at = keys + k / 4 * kPanel + k % 4 * kStepK;
-      WgmmaN32<T, 0, 0>(products, PanelDescriptor(at), PanelDescriptor(at + wg_ * 32 * 128), k > 0);
-    }
-    WgmmaCommit();
-    WgmmaWait<0>();
-    FenceRegisters(products);
-    const Factors& f = sm_.factors[n % 2];
-    const bool scaled = Scaled(f);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = row_ + 8 * half;
-      const float2 gate = f.gate[i];
-      const float beta = f.beta[i] * f.k_norm[i];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int l = 32 * wg_ + 8 * j + column_;
-        const float2 norm = *reinterpret_cast<const float2*>(&f.k_norm[l]);
-        float x = beta * norm.x * products[4 * j + 2 * half];
-        float y = beta * norm.y * products[4 * j + 2 * half + 1];
-        if (!scaled) {
-          const float4 from = *reinterpret_cast<const float4*>(&f.gate[l]);
-          x *= Decay(gate.x, gate.y, from.x, from.y);
-          y *= Decay(gate.x, gate.y, from.z, from.w);
-        }
-        *reinterpret_cast<float2*>(&sm_.solve[i * kSolveRow + l]) =
-            make_float2(l < i ? x : 0.0f, l + 1 < i ? y : 0.0f);
-      }
-    }
-    StateBarrier();
-    SolveInPlace(sm_.solve, sm_.scratch, job_.adjacent, tid_, Lane{row_ % 8, column_ / 2});
-#pragma unroll
-    for (int i = tid_; i < 64 * 16; i += kStateThreads) {
-      const int row = i / 16, column = i % 16 * 4;
-      const float4 x = *reinterpret_cast<const float4*>(&sm_.solve[row * kSolveRow + column]);
-      *reinterpret_cast<uint2*>(sm_.inverse + PanelOffset(row, column)) =
-          make_uint2(Pack<T>(x.x, x.y), Pack<T>(x.z, x.w));
-    }
+  // Starts the copy of group n's T; every warp of both warpgroups has read the one before.
+  __device__ __forceinline__ void FetchInverse(int n) {
+    if (tid_ != 0) return;
+    const int64_t at = job_.head * p_.ws.inverse_slots + sm_.rows[n % 4].slot;
+    BarrierExpect(&sm_.inverse_full, kPanel);
+    CopyBytes(SharedAddress(sm_.inverse), static_cast<const uint8_t*>(p_.ws.inverses) + at * kPanel,
+              kPanel, &sm_.inverse_full);
   }
 
   // W = beta (V - e^G K S) over V in shared memory.
@@ -310,12 +274,15 @@ class StateSide {
       } else {
         of_state *= Decay(gate.x, gate.y, f.before.x, f.before.y);
       }
+      uint32_t values[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) values[j] = LoadCell((base ^ (j << 4)) + half * 1024);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const uint32_t cell = (base ^ (j << 4)) + half * 1024;
-        const float2 v = Unpack<T>(LoadCell(cell));
-        StoreCell(cell, Pack<T>(of_value * v.x - of_state * acc[4 * j + 2 * half],
-                                of_value * v.y - of_state * acc[4 * j + 2 * half + 1]));
+        const float2 v = Unpack<T>(values[j]);
+        StoreCell((base ^ (j << 4)) + half * 1024,
+                  Pack<T>(of_value * v.x - of_state * acc[4 * j + 2 * half],
+                          of_value * v.y - of_state * acc[4 * j + 2 * half + 1]));
       }
     }
     ProxyFence();
@@ -326,6 +293,7 @@ class StateSide {
   // over W.
   __device__ __forceinline__ void FormU(int n, float (&acc)[32]) {
     const uint32_t inverse = SharedAddress(sm_.inverse), work = SharedAddress(sm_.work[wg_]);
+    BarrierWait(&sm_.inverse_full, n & 1);
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -398,8 +366,8 @@ class StateSide {
   }
 
   __device__ __forceinline__ void TakeSnapshot(int n) {
+    if (!snapshots_) return;
     const SequenceParams& s = p_.sequences[job_.seq];
-    if (s.snapshot_every <= 0) return;
     const int64_t position = job_.first_position + (sm_.rows[n % 4].end - job_.row0);
     if (position % s.snapshot_every != 0) return;
     const int64_t index = position / s.snapshot_every - job_.first_position / s.snapshot_every - 1;
@@ -433,7 +401,7 @@ class StateSide {
     CopyWait<1>();  // the keys
     ProxyFence();
     StateBarrier();
-    FormInverse(n);
+    FetchInverse(n);
     if (n > 0 && tid_ == 0) NextGroup(job_, &sm_.cursor);
   }
 
@@ -442,6 +410,7 @@ class StateSide {
   const Job& job_;
   int tid_, wg_;
   int row_, column_;  // of this thread in a 64-row accumulator
+  bool snapshots_;
   int fetched_row_ = 0;
   float2 fetched_gate_;
   float fetched_beta_ = 0.0f, fetched_norm_ = 0.0f;

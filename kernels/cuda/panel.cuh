@@ -37,6 +37,14 @@ __device__ __forceinline__ uint32_t LoadCell(uint32_t address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
   return x;
 }
+__device__ __forceinline__ uint4 LoadPiece(uint32_t address) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
 __device__ __forceinline__ void StoreCell(uint32_t address, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
@@ -111,6 +119,30 @@ __device__ __forceinline__ void BarrierWait(uint64_t* barrier, int parity) {
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra WAIT;\n}\n" ::"r"(SharedAddress(barrier)),
       "r"(parity)
+      : "memory");
+}
+__device__ __forceinline__ void BarrierExpect(uint64_t* barrier, int bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+// `bytes` (a multiple of 16) in a row by the copy engine (one thread).
+__device__ __forceinline__ void CopyBytes(uint32_t to, const void* from, int bytes,
+                                          uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(SharedAddress(barrier))
+      : "memory");
+}
+// A box of 64 tokens of 64 elements of one head to a panel, by the copy engine (one thread).
+__device__ __forceinline__ void CopyBox(uint32_t to, const void* map, uint64_t* barrier,
+                                        int element, int head, int token) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(element), "r"(head), "r"(token)
       : "memory");
 }
 

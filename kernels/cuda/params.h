@@ -32,8 +32,10 @@ struct Workspace {
   uint16_t* events;         // [Hk, num_tokens] event rows relative to the window's first row
   float2* gate_sum;         // [Hv, num_tokens] log2 decay since the window's start, high + low part
   float* beta;              // [Hv, num_tokens]
-  float* q_norm;            // [Hk, num_tokens] 1 / |q|, only with normalize_qk
-  float* k_norm;            // [Hk, num_tokens]
+  void* inverses;           // [Hv, inverse_slots, 64, 64] T per group, as panels (panel.cuh)
+  int64_t inverse_slots;
+  float* q_norm;  // [Hk, num_tokens] 1 / |q|, only with normalize_qk
+  float* k_norm;  // [Hk, num_tokens]
   int64_t windows;
   int64_t segments;
 };
@@ -92,6 +94,7 @@ cudaError_t LaunchQuota(const Params& p, cudaStream_t stream);
 cudaError_t LaunchCompact(const Params& p, cudaStream_t stream);
 cudaError_t LaunchNorms(const Params& p, cudaStream_t stream);
 cudaError_t LaunchRecurrent(const Params& p, cudaStream_t stream);
+cudaError_t LaunchInverse(const Params& p, cudaStream_t stream);
 cudaError_t LaunchFused(const Params& p, cudaStream_t stream);
 
 // True where LaunchFused takes this call (LaunchRecurrent takes every call).

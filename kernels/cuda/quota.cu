@@ -43,9 +43,13 @@ __device__ int WarpPartition(int low, int high, const Predicate& in_prefix) {
   return low;
 }
 
+constexpr int kNarrowPairs =
+    256;  // pairs whose bounds fit; more are searched over their full range
+
 struct Shared {
-  int total;
+  int total[3];
   unsigned long long low_bits, high_bits;
+  int low[kNarrowPairs], high[kNarrowPairs], middle[kNarrowPairs];  // prefix lengths
 };
 
 class QuotaBlock {
@@ -58,6 +62,9 @@ class QuotaBlock {
     n_ = free.end - free.begin;
     row_ = w.begin + (free.begin - w.position);
     limits_ = selection::ComputeWindowLimits(s.budget, n_, p.shape.num_k_heads);
+    narrow_ = p.shape.num_k_heads <= kNarrowPairs;
+    if (threadIdx.x < 3) shared->total[threadIdx.x] = 0;
+    __syncthreads();
   }
 
   __device__ void Run() {
@@ -97,14 +104,15 @@ class QuotaBlock {
   __device__ void Set(int pair, int count) {
     if (threadIdx.x % 32 == 0) p_.ws.quota[Slot(pair)] = count;
   }
-  // Sum over the block of one value per warp.
+  // Sum over the block of one value per warp. Three counters in turn, so that one barrier is
+  // enough: the one cleared here was read by everybody before the last barrier.
   __device__ int Total(int warp_value) {
+    const int now = turn_;
+    turn_ = turn_ == 2 ? 0 : turn_ + 1;
+    if (threadIdx.x % 32 == 0 && warp_value != 0) atomicAdd(&shared_->total[now], warp_value);
     __syncthreads();
-    if (threadIdx.x == 0) shared_->total = 0;
-    __syncthreads();
-    if (threadIdx.x % 32 == 0 && warp_value != 0) atomicAdd(&shared_->total, warp_value);
-    __syncthreads();
-    return shared_->total;
+    if (threadIdx.x == 0) shared_->total[now == 0 ? 2 : now - 1] = 0;
+    return shared_->total[now];
   }
 
   // Prefix of `pair` with score bits >= bits, within [First, Cap].
@@ -118,14 +126,37 @@ class QuotaBlock {
     ForPairs([&](int pair) { count += AtLeast(pair, bits) - First(pair); });
     return Total(count);
   }
+  // The same for bits between the ends of the bisection, within the bounds that they left.
+  __device__ int CountMiddle(uint64_t bits) {
+    if (!narrow_) return CountAtLeast(bits);
+    int count = 0;
+    ForPairs([&](int pair) {
+      const PairView view = View(pair);
+      const int end = WarpPartition(shared_->low[pair], shared_->high[pair],
+                                    [&](int rank) { return view.ScoreBits(rank) >= bits; });
+      if (threadIdx.x % 32 == 0) shared_->middle[pair] = end;
+      count += end - First(pair);
+    });
+    return Total(count);
+  }
+  __device__ void Narrow(bool too_many) {
+    if (!narrow_) return;
+    ForPairs([&](int pair) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        (too_many ? shared_->high : shared_->low)[pair] = shared_->middle[pair];
+      }
+      __syncwarp();
+    });
+  }
 
   // Takes exactly `rest` keys, 0 < rest < room.
   __device__ void Cut(int rest) {
     Bracket();
     uint64_t low = shared_->low_bits, high = shared_->high_bits + 1;
-    while (high - low > 1) {  // CountAtLeast(low) >= rest > CountAtLeast(high)
+    while (high - low > 1) {  // keys with scores >= low: at least rest; >= high: fewer
       const uint64_t mid = low + (high - low) / 2;
-      const int count = CountAtLeast(mid);
+      const int count = CountMiddle(mid);
       if (count == rest) {
         ForPairs([&](int pair) { Set(pair, AtLeast(pair, mid)); });
         return;
@@ -135,6 +166,7 @@ class QuotaBlock {
       } else {
         high = mid;
       }
+      Narrow(count > rest);
     }
     CutTies(rest - CountAtLeast(high), low, high);
   }
@@ -148,7 +180,12 @@ class QuotaBlock {
     }
     __syncthreads();
     ForPairs([&](int pair) {
-      if (threadIdx.x % 32 != 0 || Cap(pair) <= First(pair)) return;
+      if (threadIdx.x % 32 != 0) return;
+      if (narrow_) {
+        shared_->low[pair] = First(pair);
+        shared_->high[pair] = Cap(pair);
+      }
+      if (Cap(pair) <= First(pair)) return;
       const PairView view = View(pair);
       atomicMin(&shared_->low_bits, static_cast<unsigned long long>(view.ScoreBits(Cap(pair) - 1)));
       atomicMax(&shared_->high_bits, static_cast<unsigned long long>(view.ScoreBits(First(pair))));
@@ -200,6 +237,8 @@ class QuotaBlock {
   int window_;
   int64_t n_, row_;
   selection::WindowLimits limits_;
+  bool narrow_;
+  int turn_ = 0;
 };
 
 __global__ void __launch_bounds__(kThreads) QuotaKernel(Params p) {

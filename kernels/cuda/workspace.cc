@@ -44,6 +44,8 @@ size_t LayoutWorkspace(const GdnShape& shape, int64_t num_tokens, int32_t num_se
   w.events = arena.Take<uint16_t>(hk * num_tokens);
   w.gate_sum = arena.Take<float2>(hv * num_tokens);
   w.beta = arena.Take<float>(hv * num_tokens);
+  w.inverse_slots = num_tokens / kGroup + 2 * w.windows;
+  w.inverses = arena.Take<uint16_t>(hv * w.inverse_slots * kGroup * kGroup);
   w.q_norm = arena.Take<float>(hk * num_tokens);
   w.k_norm = arena.Take<float>(hk * num_tokens);
   if (carve != nullptr) *carve = w;
