@@ -18,11 +18,10 @@ constexpr uint32_t kAll = 0xffffffffu;
 // One pair's keys; `low` and `high` bound the prefix lengths still possible.
 struct PairView {
   const uint64_t* keys;
-  int64_t n;
-  int64_t sum;
+  double factor;  // n / sum z, the bits of selection::NormalisedScore
   __device__ uint64_t ScoreBits(int rank) const {
-    const int32_t z = selection::KeyScore(keys[rank] - 1);
-    return __double_as_longlong(selection::NormalisedScore(z, n, sum));
+    const double z = selection::KeyScore(keys[rank] - 1);
+    return __double_as_longlong(z * factor);
   }
 };
 
@@ -50,6 +49,8 @@ struct Shared {
   int total[3];
   unsigned long long low_bits, high_bits;
   int low[kNarrowPairs], high[kNarrowPairs], middle[kNarrowPairs];  // prefix lengths
+  int candidates[kNarrowPairs];
+  double factor[kNarrowPairs];
 };
 
 class QuotaBlock {
@@ -64,6 +65,10 @@ class QuotaBlock {
     limits_ = selection::ComputeWindowLimits(s.budget, n_, p.shape.num_k_heads);
     narrow_ = p.shape.num_k_heads <= kNarrowPairs;
     if (threadIdx.x < 3) shared->total[threadIdx.x] = 0;
+    for (int pair = threadIdx.x; narrow_ && pair < p.shape.num_k_heads; pair += kThreads) {
+      shared->candidates[pair] = p.ws.candidates[Slot(pair)];
+      shared->factor[pair] = Factor(pair);
+    }
     __syncthreads();
   }
 
@@ -91,7 +96,13 @@ class QuotaBlock {
     for (int pair = threadIdx.x / 32; pair < p_.shape.num_k_heads; pair += kWarps) body(pair);
   }
   __device__ int64_t Slot(int pair) const { return pair * p_.ws.windows + window_; }
-  __device__ int Candidates(int pair) const { return p_.ws.candidates[Slot(pair)]; }
+  __device__ int Candidates(int pair) const {
+    return narrow_ ? shared_->candidates[pair] : p_.ws.candidates[Slot(pair)];
+  }
+  __device__ double Factor(int pair) const {
+    const int64_t sum = p_.ws.score_sum[Slot(pair)];
+    return sum == 0 ? 0.0 : static_cast<double>(n_) / static_cast<double>(sum);
+  }
   __device__ int First(int pair) const {
     return ::min(static_cast<int>(limits_.lo), Candidates(pair));
   }
@@ -99,7 +110,8 @@ class QuotaBlock {
     return ::min(static_cast<int>(limits_.hi), Candidates(pair));
   }
   __device__ PairView View(int pair) const {
-    return {p_.ws.keys + pair * p_.num_tokens + row_, n_, p_.ws.score_sum[Slot(pair)]};
+    return {p_.ws.keys + pair * p_.num_tokens + row_,
+            narrow_ ? shared_->factor[pair] : Factor(pair)};
   }
   __device__ void Set(int pair, int count) {
     if (threadIdx.x % 32 == 0) p_.ws.quota[Slot(pair)] = count;

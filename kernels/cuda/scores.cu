@@ -4,6 +4,8 @@
 // the window's keys in descending order, 8 bytes a token and pair. A gate block turns log_gate into
 // running fp64 sums, kept as a pair of floats in log2 units (48 bits), and transposes beta: 12
 // bytes a token and value head.
+#include <cub/block/block_radix_sort.cuh>
+
 #include "kernels/common/selection_math.h"
 #include "kernels/cuda/device_common.cuh"
 
@@ -18,8 +20,25 @@ constexpr int kGateRow = kWindow + kWindow / kGateLane;  // padded against bank 
 constexpr double kLog2E = 1.4426950408889634;
 static_assert(kGateHeads * kWindow / kGateWarp == kThreads / 32);
 
-union Scratch {
+// BETA keys have 17 bits of score and 11 of offset, plus one for the 0 of NaN; WRITE_NORM 26 + 11
+// + 1.
+constexpr int kEach = kWindow / kThreads;
+constexpr int kShortKeyBits = 29, kLongKeyBits = 38;
+template <typename Key>
+using BlockSort = cub::BlockRadixSort<Key, kThreads, kEach>;
+template <typename Key>
+using Sorter = typename BlockSort<Key>::TempStorage;
+
+struct SortScratch {
   uint64_t keys[kWindow];
+  union {
+    Sorter<uint32_t> narrow;
+    Sorter<uint64_t> wide;
+  };
+};
+
+union Scratch {
+  SortScratch sort;
   float gates[kGateHeads][kGateRow];
 };
 
@@ -37,8 +56,10 @@ __device__ float WarpRowNorm(const Params& p, int64_t token, int head) {
   return selection::SqrtRn(sum);
 }
 
-__device__ uint64_t StoredKey(float score, uint32_t offset) {
-  const int32_t z = selection::FixedScore(score);
+// `limit` bounds the score: with beta in [0, 1] a BETA score never exceeds 2^16.
+__device__ uint64_t StoredKey(float score, uint32_t offset, int32_t limit) {
+  int32_t z = selection::FixedScore(score);
+  if (z > limit) z = limit;
   return z == selection::kNeverSelected ? 0 : selection::PairKey(z, offset) + 1;
 }
 
@@ -52,7 +73,7 @@ __device__ void FillKeys(const Params& p, Selector selector, int64_t row, uint32
       for (int h = 1; h < p.ratio; ++h) {
         s = selection::CombineScores(s, LoadElement(p.beta, row + i, h0 + h, 0));
       }
-      keys[i] = StoredKey(s, offset + i);
+      keys[i] = StoredKey(s, offset + i, 1 << 16);
     }
     return;
   }
@@ -63,26 +84,27 @@ __device__ void FillKeys(const Params& p, Selector selector, int64_t row, uint32
       const float x = selection::MulRn(beta, WarpRowNorm(p, row + i, h0 + h));
       s = h == 0 ? x : selection::CombineScores(s, x);
     }
-    if (threadIdx.x % 32 == 0) keys[i] = StoredKey(s, offset + i);
+    if (threadIdx.x % 32 == 0) keys[i] = StoredKey(s, offset + i, selection::kMaxFixedScore);
   }
 }
 
-// Bitonic sort of keys[0, size), descending; size is a power of two >= 64.
-__device__ void SortDescending(uint64_t* keys, int size) {
-  for (int block = 2; block <= size; block *= 2) {
-    for (int stride = block / 2; stride > 0; stride /= 2) {
-      for (int i = threadIdx.x; i < size / 2; i += kThreads) {
-        const int a = 2 * i - (i & (stride - 1));
-        const bool down = (a & block) == 0;
-        const uint64_t x = keys[a], y = keys[a + stride];
-        if ((x < y) == down) {
-          keys[a] = y;
-          keys[a + stride] = x;
-        }
-      }
-      __syncthreads();
-    }
+// Sorts keys[0, size) in descending order; size <= kWindow. Keys fit kBits.
+template <typename Key, int kBits>
+__device__ void SortDescending(uint64_t* keys, int size, Sorter<Key>* storage) {
+  Key own[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int at = threadIdx.x * kEach + i;
+    own[i] = at < size ? static_cast<Key>(keys[at]) : 0;
   }
+  __syncthreads();
+  BlockSort<Key>(*storage).SortDescendingBlockedToStriped(own, 0, kBits);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int at = threadIdx.x + i * kThreads;
+    if (at < size) keys[at] = own[i];
+  }
+  __syncthreads();
 }
 
 // Sum over the block, returned to every thread.
@@ -123,7 +145,8 @@ __device__ int CoveragePrefix(const uint64_t* keys, int size, double tau, uint64
   return static_cast<int>(BlockSum(taken, scratch));
 }
 
-__device__ void ScoreBlock(const Params& p, int window, int pair, uint64_t* keys) {
+__device__ void ScoreBlock(const Params& p, int window, int pair, SortScratch* sort) {
+  uint64_t* keys = sort->keys;
   __shared__ uint64_t scratch[kThreads / 32];
   const int seq = FindOwner(p.ws.window_offset, p.num_seqs, window);
   if (IsDense(p, seq)) return;
@@ -138,7 +161,11 @@ __device__ void ScoreBlock(const Params& p, int window, int pair, uint64_t* keys
   FillKeys(p, s.budget.selector, row, static_cast<uint32_t>(free.begin % kWindow), n, pair, keys);
   for (int i = n + threadIdx.x; i < size; i += kThreads) keys[i] = 0;
   __syncthreads();
-  SortDescending(keys, size);
+  if (s.budget.selector == Selector::kBeta) {
+    SortDescending<uint32_t, kShortKeyBits>(keys, size, &sort->narrow);
+  } else {
+    SortDescending<uint64_t, kLongKeyBits>(keys, size, &sort->wide);
+  }
   uint64_t sum = 0, valid = 0;
   for (int i = threadIdx.x; i < n; i += kThreads) {
     p.ws.keys[pair * p.num_tokens + row + i] = keys[i];
@@ -191,7 +218,6 @@ __device__ __forceinline__ float4 LoadHeads(const ConstTensorRef& x, int64_t tok
 // The window's gates to shared memory, its beta to [Hv, num_tokens].
 template <bool kVector>
 __device__ void StageGates(const Params& p, const Window& w, int head0, Scratch* scratch) {
-  constexpr int kEach = kWindow / kThreads;
   float4 gate[kEach], beta[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
@@ -274,7 +300,7 @@ __global__ void __launch_bounds__(kThreads) ScoresKernel(Params p, int64_t score
   if (block < score_blocks) {
     const int window = static_cast<int>(block / p.shape.num_k_heads);
     if (window >= windows) return;
-    ScoreBlock(p, window, static_cast<int>(block % p.shape.num_k_heads), scratch.keys);
+    ScoreBlock(p, window, static_cast<int>(block % p.shape.num_k_heads), &scratch.sort);
     return;
   }
   block -= score_blocks;
