@@ -22,7 +22,7 @@ struct Row {
 
 void ExpectRefused(std::span<const Row> rows) {
   Harness h;
-  PrefillRequest request = AfterLast(100);
+  engine::PrefillRequest request = AfterLast(100);
   const Upload whole = UploadOf(h.Complete(request));
   ASSERT_TRUE(Send(h, whole).ok());
   const engine::EngineGauges before = h.engine().gauges();
