@@ -204,7 +204,7 @@ inline void Store(const StoreArgs& args) {
   for (int r = 0; r < args.rows; ++r) {
     HWY_ALIGN float row[kPanel];
     std::memcpy(row, args.c + r * kPanel, sizeof(row));
-    // A factor of 0 marks an event (or a beta of 0), whose v must not be touched: 0 * Inf.
+    // A factor of 0 marks an event or a beta of 0: v need not be read.
     if (args.self != nullptr && args.self[r] != 0.0f) {
       const void* v = At(args.v, args.v_dtype, r * args.v_stride);
       WithDType(args.v_dtype, AddSelfBody{v, args.self[r], args.columns, row});
