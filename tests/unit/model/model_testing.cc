@@ -139,7 +139,9 @@ Chunk Sequence::Next(int64_t count) {
   chunk.budget = budget_;
   chunk.emit_state = chunk.emit_kv = true;
   positions_.clear();
-  for (int64_t p = position_; p < position_ + count; ++p) positions_.push_back(p);
+  for (int64_t p = position_; p < position_ + count; ++p) {
+    if (only_.empty() || std::binary_search(only_.begin(), only_.end(), p)) positions_.push_back(p);
+  }
   chunk.logits_positions = positions_;
   return chunk;
 }

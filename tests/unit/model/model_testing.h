@@ -78,6 +78,8 @@ class Sequence {
   // The next `count` tokens as a chunk that shows states, KV and the logits of every position.
   Chunk Next(int64_t count);
   void Run(int64_t count, KeepingSink& sink);
+  // Shows logits at these positions only.
+  void LimitLogits(std::vector<int64_t> positions) { only_ = std::move(positions); }
   // Counts tokens of a chunk that ran in a step of several.
   void Advance(int64_t count) { position_ += count; }
   int64_t position() const { return position_; }
@@ -90,7 +92,7 @@ class Sequence {
   Budget budget_;
   int32_t slot_;
   int64_t position_ = 0;
-  std::vector<int64_t> positions_;
+  std::vector<int64_t> positions_, only_;
 };
 
 // The generator of make_golden.py.
