@@ -5,8 +5,8 @@ build_packages=(
   ca-certificates g++ cmake ninja-build pkg-config git ccache
   libgrpc++-dev protobuf-compiler protobuf-compiler-grpc libprotobuf-dev libabsl-dev libre2-dev
   libc-ares-dev libssl-dev zlib1g-dev prometheus-cpp-dev nlohmann-json3-dev libspdlog-dev
-  libcpp-httplib-dev libdnnl-dev libopenblas-dev libhwy-dev libzstd-dev libxxhash-dev
-  libgtest-dev libgmock-dev libbenchmark-dev
+  libcpp-httplib-dev libopenblas-dev libhwy-dev libxxhash-dev
+  libgtest-dev libgmock-dev
 )
 client_packages=(python3 python3-numpy python3-grpcio python3-protobuf python3-xxhash)
 

@@ -66,6 +66,16 @@ def functions(lines):
             start, head = None, ""
 
 
+def dead_links(root, rel, text):
+    """Relative links to nothing, and placeholders nobody filled in."""
+    folder = (root / rel).parent
+    for target in re.findall(r"\]\(([^)#\s]+)", text):
+        if "://" not in target and not (folder / target).exists():
+            yield f"{rel}: link to {target}, which does not exist"
+    for word in re.findall(r"@[A-Z_]+@", text):
+        yield f"{rel}: placeholder {word}"
+
+
 def check(root, ratchet):
     findings, seen = [], {}
     texts = {}
@@ -79,6 +89,8 @@ def check(root, ratchet):
     for rel, text in texts.items():
         suffix = pathlib.PurePosixPath(rel).suffix
         lines = text.split("\n")
+        if suffix == ".md":
+            findings += dead_links(root, rel, text)
         if suffix in CODE or suffix in {".py", ".sh"}:
             for number, line in enumerate(lines, 1):
                 for pattern, why in BANNED:

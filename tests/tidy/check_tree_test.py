@@ -49,6 +49,12 @@ class CheckTree(unittest.TestCase):
         self.assertEqual(self.findings({"kernels/a.cc": "_exit(0); x.on_exit(1);\n",
                                         "CMakeLists.txt": "a.cc"}), [])
 
+    def test_documents(self):
+        self.assertTrue(self.findings({"README.md": "[a](docs/none.md)\n"}))
+        self.assertTrue(self.findings({"README.md": "@OUTPUT@\n"}))
+        self.assertEqual(self.findings({"README.md": "[a](docs/a.md#x) [b](https://c.example)\n",
+                                        "docs/a.md": "b\n"}), [])
+
     def test_dead_file(self):
         self.assertTrue(any("dead" in f for f in self.findings({"kernels/orphan.cc": "int a;\n"})))
 
