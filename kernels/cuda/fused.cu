@@ -99,6 +99,11 @@ cudaError_t Launch(const Params& p, cudaStream_t stream) {
                             EncodeMap(encode, p.v, p.num_tokens, p.shape.num_v_heads, &maps.v))) {
     return cudaErrorInvalidValue;
   }
+  const ConstTensorRef o{p.o.data, p.o.dtype, p.o.token_stride, p.o.head_stride};
+  if (p.num_tokens > 0 && o.dtype == p.q.dtype &&
+      !EncodeMap(encode, o, p.num_tokens, p.shape.num_v_heads, &maps.o)) {
+    return cudaErrorInvalidValue;
+  }
   const cudaError_t error =
       cudaFuncSetAttribute(FusedKernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;

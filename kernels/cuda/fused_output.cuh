@@ -1,8 +1,8 @@
 // The output side of the fused kernel: two warpgroups take tiles of 64 tokens in turn.
 //
 //   O = scale (e^{G_t} Q S_B + P U + self term),  P_ti = e^{G_t - G_i} q_t . k_i for events i <= t
-// Q S_B and Q K^T need only the published state, so they run while the state side forms U. The next
-// tile's q and k are fetched as soon as this tile's products have read theirs, its v once o is out.
+// Q K^T and Q S_B need only the published state, so they run while the state side forms U. The copy
+// engine brings q and k one tile ahead, v within the tile, and takes full tiles of o away.
 #ifndef SPARSEGDN_KERNELS_CUDA_FUSED_OUTPUT_CUH_
 #define SPARSEGDN_KERNELS_CUDA_FUSED_OUTPUT_CUH_
 
@@ -33,7 +33,6 @@ class OutputSide {
       const int parity = (n - job_.warm_groups) & 1;
       BarrierWait(&sm_.state_full, parity);
       const int begin = sm_.rows[n % 4].begin, end = sm_.rows[n % 4].end;
-      bool u_seen = false;
       for (int row = begin; row < end; row += kTile, ++tiles) {
         if (tiles % 2 != wg_) continue;
         // The warpgroup's next tile: two on, or among the first two of the next group.
@@ -42,12 +41,12 @@ class OutputSide {
           const int left = (end - row + kTile - 1) / kTile;
           next = (tiles + left) % 2 == wg_ ? end : end + kTile;
         }
-        Tile(n, row, end, next, u_seen ? -1 : parity);
-        u_seen = true;
+        Tile(n, row, end, next);
       }
       BarrierArriveWarp(&sm_.group_done);
     }
-    if (in_flight_) AwaitTile();
+    if (in_flight_) AwaitQueries();
+    AwaitStore();
   }
 
  private:
@@ -70,7 +69,7 @@ class OutputSide {
     }
   }
   __device__ __forceinline__ void FetchValues(int row) {
-    if (!job_.self_term || row >= job_.end_row || tid_ != 0) return;
+    if (!job_.self_term || tid_ != 0) return;
     uint64_t* full = &sm_.values_full[wg_];
     BarrierExpect(full, 2 * kPanel);
     for (int half = 0; half < 2; ++half) {
@@ -78,17 +77,17 @@ class OutputSide {
     }
   }
   __device__ __forceinline__ void AwaitQueries() {
-    BarrierWait(&sm_.queries_full[wg_], queries_parity_);
-    queries_parity_ ^= 1;
+    BarrierWait(&sm_.queries_full[wg_], parities_ & 1);
+    parities_ ^= 1;
   }
   __device__ __forceinline__ void AwaitValues() {
     if (!job_.self_term) return;
-    BarrierWait(&sm_.values_full[wg_], values_parity_);
-    values_parity_ ^= 1;
+    BarrierWait(&sm_.values_full[wg_], parities_ >> 1);
+    parities_ ^= 2;
   }
-  __device__ __forceinline__ void AwaitTile() {
-    AwaitQueries();
-    AwaitValues();
+  // The copy engine has read the last tile of o out of the v panels.
+  __device__ __forceinline__ void AwaitStore() {
+    if (tid_ == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
   }
 
   // q_t . k_t of this thread's two rows: the diagonals of the warp's two 16 x 8 products.
@@ -116,61 +115,86 @@ class OutputSide {
     return make_float2(__shfl_sync(0xffffffffu, x, owner), __shfl_sync(0xffffffffu, y, owner));
   }
 
-  // Q K^T in `scores` and Q S_B in `o`; returns q . k of the thread's rows.
-  __device__ __forceinline__ float2 StateProducts(int n, float (&scores)[32], float (&o)[64]) {
-    const uint32_t keys = SharedAddress(sm_.key[n % 2]), state = SharedAddress(sm_.state[0]);
+  // Q K^T in `scores`; returns q . k of the thread's rows.
+  __device__ __forceinline__ float2 KeyProducts(int n, float (&scores)[32]) {
+    const uint32_t keys = SharedAddress(sm_.key[n % 2]);
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const uint32_t step = k / 4 * kPanel + k % 4 * kStepK;
       WgmmaN64<T, 0, 0>(scores, PanelDescriptor(q_ + step), PanelDescriptor(keys + step), k > 0);
     }
+    WgmmaCommit();
+    float2 dots = make_float2(0.0f, 0.0f);
+    if (job_.self_term) dots = SelfDots();
+    WgmmaWait<0>();
+    FenceRegisters(scores);
+    return dots;
+  }
+
+  // Starts o = Q S_B.
+  __device__ __forceinline__ void StartState(float (&o)[64]) {
+    const uint32_t state = SharedAddress(sm_.state[0]);
+    FenceRegisters(o);
+    WgmmaFence();
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       WgmmaN128<T, 0, 1>(o, PanelDescriptor(q_ + k / 4 * kPanel + k % 4 * kStepK),
                          PanelDescriptor(state + k * kStepKTransposed, kStatePanel), k > 0);
     }
     WgmmaCommit();
-    float2 dots = make_float2(0.0f, 0.0f);
-    if (job_.self_term) dots = SelfDots();
-    WgmmaWait<0>();
-    FenceRegisters(scores);
-    FenceRegisters(o);
-    return dots;
   }
 
-  // Per-row values of this thread's two rows.
-  struct RowFactors {
-    float high, low;  // gate sum through the token
-    float norm;       // of q
-    float self;       // beta, and the norm of k where it is asked for
-  };
-  __device__ __forceinline__ RowFactors LoadRow(int row, int end) const {
-    const int64_t at = row < end ? row : end - 1;
-    const float2 g = job_.gate_sum[at];
-    RowFactors f{g.x, g.y, 1.0f, 0.0f};
-    if (job_.self_term) f.self = job_.beta[at];
+  __device__ __forceinline__ float2 RowGate(int row, int end) const {
+    return job_.gate_sum[row < end ? row : end - 1];
+  }
+  // What the self term needs besides q . k and v: beta, and 1 / |q| |k| where that is asked for.
+  __device__ __forceinline__ float RowSelf(int row, int end) const {
+    if (!job_.self_term) return 0.0f;
+    const int at = row < end ? row : end - 1;
+    float x = job_.beta[at];
     if (p_.normalize_qk) {
-      f.norm = p_.ws.q_norm[job_.pair * p_.num_tokens + at];
-      f.self *= f.norm * p_.ws.k_norm[job_.pair * p_.num_tokens + at];
+      x *= p_.ws.q_norm[job_.pair * p_.num_tokens + at] *
+           p_.ws.k_norm[job_.pair * p_.num_tokens + at];
     }
-    return f;
+    return x;
+  }
+  __device__ __forceinline__ float RowScale(int row, int end) const {
+    if (!p_.normalize_qk) return p_.scale;
+    return p_.scale * p_.ws.q_norm[job_.pair * p_.num_tokens + (row < end ? row : end - 1)];
   }
 
-  // P from Q K^T as the A operand of P U; clears `self` of rows that are events.
-  __device__ __forceinline__ void FormP(const Factors& e, bool scaled, int row, RowFactors (&f)[2],
-                                        float (&scores)[32], uint32_t (&a)[4][4]) {
-    if (!scaled) {
+  // Out of the scaled frame: the decays of Q K^T, pair by pair.
+  __device__ __forceinline__ void DecayScores(const Factors& e, const float2 (&gate)[2],
+                                              float (&scores)[32]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float4 gates = *reinterpret_cast<const float4*>(&e.gate[8 * j + column_]);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          scores[4 * j + 2 * half] *= Decay(f[half].high, f[half].low, gates.x, gates.y);
-          scores[4 * j + 2 * half + 1] *= Decay(f[half].high, f[half].low, gates.z, gates.w);
-        }
+        scores[4 * j + 2 * half] *= Decay(gate[half].x, gate[half].y, gates.x, gates.y);
+        scores[4 * j + 2 * half + 1] *= Decay(gate[half].x, gate[half].y, gates.z, gates.w);
       }
     }
+  }
+  // The same for Q S_B, once it is there; the factors are spent.
+  __device__ __forceinline__ void DecayOutput(float (&factor)[2], float (&o)[64]) {
+    WgmmaWait<0>();
+    FenceRegisters(o);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        o[4 * j + 2 * half] *= factor[half];
+        o[4 * j + 2 * half + 1] *= factor[half];
+      }
+      factor[half] = 1.0f;
+    }
+  }
+
+  // P from Q K^T as the A operand of P U; clears `self` of rows that are events.
+  __device__ __forceinline__ void FormP(const Factors& e, int row, float (&self)[2],
+                                        const float (&scores)[32], uint32_t (&a)[4][4]) {
     bool is_event[2] = {false, false};
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -189,11 +213,12 @@ class OutputSide {
       int hit = is_event[half] ? 1 : 0;
       hit |= __shfl_xor_sync(0xffffffffu, hit, 1);
       hit |= __shfl_xor_sync(0xffffffffu, hit, 2);
-      if (hit != 0) f[half].self = 0.0f;
+      if (hit != 0) self[half] = 0.0f;
     }
   }
 
-  __device__ __forceinline__ void AddEvents(const uint32_t (&a)[4][4], float (&o)[64]) {
+  // o += P U, and the next tile's q and k on their way as soon as Q S_B has read this one's.
+  __device__ __forceinline__ void AddEvents(const uint32_t (&a)[4][4], int next, float (&o)[64]) {
     const uint32_t u = SharedAddress(sm_.u[0]);
     FenceRegisters(o);
     WgmmaFence();
@@ -202,6 +227,9 @@ class OutputSide {
       WgmmaN128A<T, 1>(o, a[k], PanelDescriptor(u + k * kStepKTransposed, kPanel), 1);
     }
     WgmmaCommit();
+    WgmmaWait<1>();
+    WarpgroupBarrier();
+    FetchQueries(next);
     WgmmaWait<0>();
     FenceRegisters(o);
   }
@@ -286,50 +314,59 @@ class OutputSide {
     }
   }
 
-  // One tile; `u_parity` >= 0: U is not known to be there yet.
-  __device__ __forceinline__ void Tile(int n, int row, int end, int next, int u_parity) {
+  // A full tile through the copy engine, which may still be reading when this returns.
+  __device__ __forceinline__ void StoreBox(int row) {
+    if (tid_ != 0) return;
+    for (int half = 0; half < 2; ++half) {
+      StoreBoxFrom(q_ + (4 + half) * kPanel, &maps_.o, 64 * half, job_.head, row);
+    }
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  }
+
+  // One tile; the warpgroup's next one is expected at row `next`.
+  __device__ __forceinline__ void Tile(int n, int row, int end, int next) {
     if (fetched_ != row) {  // the first tile, or the next group turned out shorter
-      if (in_flight_) AwaitTile();
+      if (in_flight_) AwaitQueries();
       WarpgroupBarrier();
       FetchQueries(row);
-      FetchValues(row);
     }
-    RowFactors f[2] = {LoadRow(row + row_, end), LoadRow(row + row_ + 8, end)};
+    AwaitStore();
+    FetchValues(row);
+    const float2 gate[2] = {RowGate(row + row_, end), RowGate(row + row_ + 8, end)};
+    float self[2] = {RowSelf(row + row_, end), RowSelf(row + row_ + 8, end)};
     AwaitQueries();
-    float scores[32], o[64];
-    const float2 dots = StateProducts(n, scores, o);
-    WarpgroupBarrier();  // q and k are read
-    FetchQueries(next);
     const Factors& e = sm_.factors[n % 2];
     const bool scaled = e.before.x - e.after.x <= kScaledFrameLog2<T>;
-    float factor[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      factor[half] = Decay(f[half].high, f[half].low, e.before.x, e.before.y);
-      f[half].self *= half == 0 ? dots.x : dots.y;
-      if (scaled) continue;
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        o[4 * j + 2 * half] *= factor[half];
-        o[4 * j + 2 * half + 1] *= factor[half];
-      }
-      factor[half] = 1.0f;
-    }
     uint32_t a[4][4];
-    FormP(e, scaled, row, f, scores, a);
-    if (u_parity >= 0) BarrierWait(&sm_.u_full, u_parity);
-    AddEvents(a, o);
-    factor[0] *= f[0].norm * p_.scale;
-    factor[1] *= f[1].norm * p_.scale;
-    const float self[2] = {f[0].self * p_.scale, f[1].self * p_.scale};
+    {
+      float scores[32];
+      const float2 dots = KeyProducts(n, scores);
+      self[0] *= p_.scale * dots.x;
+      self[1] *= p_.scale * dots.y;
+      if (!scaled) DecayScores(e, gate, scores);
+      FormP(e, row, self, scores, a);
+    }
+    float o[64];
+    StartState(o);
+    float factor[2] = {Decay(gate[0].x, gate[0].y, e.before.x, e.before.y),
+                       Decay(gate[1].x, gate[1].y, e.before.x, e.before.y)};
+    if (!scaled) DecayOutput(factor, o);
+    factor[0] *= RowScale(row + row_, end);
+    factor[1] *= RowScale(row + row_ + 8, end);
+    BarrierWait(&sm_.u_full, (n - job_.warm_groups) & 1);
+    AddEvents(a, next, o);
+    fetched_ = next;
     AwaitValues();
     Emit(row, end, factor, self, o);
-    WarpgroupBarrier();
-    StoreTile(row, end);
     ProxyFence();
     WarpgroupBarrier();
-    FetchValues(next);
-    fetched_ = next;
+    if (!direct_ && row + kTile <= end) {
+      StoreBox(row);
+    } else {
+      StoreTile(row, end);
+      ProxyFence();
+      WarpgroupBarrier();
+    }
   }
 
   const Params& p_;
@@ -342,7 +379,7 @@ class OutputSide {
   bool direct_;       // o is not of the inputs' dtype
   int fetched_ = -1;  // first row of the tile that is under way
   bool in_flight_ = false;
-  int queries_parity_ = 0, values_parity_ = 0;
+  int parities_ = 0;  // of the next waits: bit 0 for q and k, bit 1 for v
 };
 
 }  // namespace sparsegdn::cuda::fused

@@ -34,10 +34,10 @@ inline constexpr float kScaledFrameLog2 = std::is_same_v<T, __half> ? 8.0f : 96.
 inline constexpr int kBarrierState = 1;
 inline constexpr int kBarrierGroup0 = 2;
 
-// How the copy engine reads q, k and v: [num_tokens, heads, 128] in boxes of 64 tokens, one head
+// How the copy engine sees q, k, v and o: [num_tokens, heads, 128] in boxes of 64 tokens, one head
 // and 64 elements.
 struct TileMaps {
-  CUtensorMap q, k, v;
+  CUtensorMap q, k, v, o;
 };
 
 // What both sides read of a group while it is current. Two slots. Gate sums are high + low parts in

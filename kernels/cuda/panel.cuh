@@ -146,6 +146,16 @@ __device__ __forceinline__ void CopyBox(uint32_t to, const void* map, uint64_t* 
       : "memory");
 }
 
+// The way back; completion by bulk groups of the issuing thread.
+__device__ __forceinline__ void StoreBoxFrom(uint32_t from, const void* map, int element, int head,
+                                             int token) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
+          map),
+      "r"(from), "r"(element), "r"(head), "r"(token)
+      : "memory");
+}
+
 // Four 8 x 8 matrices of 16-bit elements, row addresses from lanes 8 i .. 8 i + 7.
 __device__ __forceinline__ void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -45,12 +45,17 @@ __device__ int WarpPartition(int low, int high, const Predicate& in_prefix) {
 constexpr int kNarrowPairs =
     256;  // pairs whose bounds fit; more are searched over their full range
 
+constexpr int kFinalists = 32;  // so few keys are ranked directly
+
 struct Shared {
   int total[3];
   unsigned long long low_bits, high_bits;
   int low[kNarrowPairs], high[kNarrowPairs], middle[kNarrowPairs];  // prefix lengths
   int candidates[kNarrowPairs];
   double factor[kNarrowPairs];
+  int finalists;
+  uint64_t final_bits[kFinalists];
+  int final_order[kFinalists];  // reversed offset, then pair
 };
 
 class QuotaBlock {
@@ -86,7 +91,7 @@ class QuotaBlock {
     } else if (room <= rest) {
       ForPairs([&](int pair) { Set(pair, Cap(pair)); });
     } else {
-      Cut(static_cast<int>(rest));
+      Cut(static_cast<int>(rest), room);
     }
   }
 
@@ -163,24 +168,56 @@ class QuotaBlock {
   }
 
   // Takes exactly `rest` keys, 0 < rest < room.
-  __device__ void Cut(int rest) {
+  __device__ void Cut(int rest, int room) {
     Bracket();
     uint64_t low = shared_->low_bits, high = shared_->high_bits + 1;
-    while (high - low > 1) {  // keys with scores >= low: at least rest; >= high: fewer
-      const uint64_t mid = low + (high - low) / 2;
-      const int count = CountMiddle(mid);
-      if (count == rest) {
-        ForPairs([&](int pair) { Set(pair, AtLeast(pair, mid)); });
+    int at_low = room, at_high = 0;  // keys with scores >= low: at least rest; >= high: fewer
+    while (high - low > 1) {
+      if (narrow_ && at_low - at_high <= kFinalists) {
+        RankFinalists(rest - at_high);
         return;
       }
-      if (count > rest) {
+      const uint64_t mid = low + (high - low) / 2;
+      const int count = CountMiddle(mid);
+      if (count >= rest) {
         low = mid;
+        at_low = count;
       } else {
         high = mid;
+        at_high = count;
       }
-      Narrow(count > rest);
+      Narrow(count >= rest);
     }
     CutTies(rest - CountAtLeast(high), low, high);
+  }
+
+  // The best `rest` keys of the ranks that the bisection left, by the common order.
+  __device__ void RankFinalists(int rest) {
+    if (threadIdx.x == 0) shared_->finalists = 0;
+    __syncthreads();
+    for (int pair = threadIdx.x; pair < p_.shape.num_k_heads; pair += kThreads) {
+      const PairView view = View(pair);
+      for (int rank = shared_->low[pair]; rank < shared_->high[pair]; ++rank) {
+        const int at = atomicAdd(&shared_->finalists, 1);  // any order: ranks are of the set
+        const uint32_t offset = selection::KeyOffset(view.keys[rank] - 1);
+        shared_->final_bits[at] = view.ScoreBits(rank);
+        shared_->final_order[at] =
+            static_cast<int>(selection::BitReverseOffset(offset)) * kNarrowPairs + pair;
+      }
+    }
+    __syncthreads();
+    const int i = threadIdx.x, n = shared_->finalists;
+    if (i < n) {
+      int better = 0;
+      for (int j = 0; j < n; ++j) {
+        const bool same = shared_->final_bits[j] == shared_->final_bits[i];
+        better += shared_->final_bits[j] > shared_->final_bits[i] ||
+                  (same && shared_->final_order[j] < shared_->final_order[i]);
+      }
+      if (better < rest) atomicAdd(&shared_->low[shared_->final_order[i] % kNarrowPairs], 1);
+    }
+    __syncthreads();
+    ForPairs([&](int pair) { Set(pair, shared_->low[pair]); });
   }
 
   // Smallest and largest score bits among the ranks in question.

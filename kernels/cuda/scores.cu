@@ -13,10 +13,9 @@ namespace sparsegdn::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kGateHeads = 4;                            // of a gate block
-constexpr int kGateLane = 16;                            // tokens a lane sums
-constexpr int kGateWarp = 32 * kGateLane;                // and a warp
-constexpr int kGateRow = kWindow + kWindow / kGateLane;  // padded against bank conflicts
+constexpr int kGateHeads = 4;  // of a gate block
+constexpr int kGateRounds = 16;
+constexpr int kGateWarp = 32 * kGateRounds;  // tokens a warp sums
 constexpr double kLog2E = 1.4426950408889634;
 static_assert(kGateHeads * kWindow / kGateWarp == kThreads / 32);
 
@@ -39,7 +38,7 @@ struct SortScratch {
 
 union Scratch {
   SortScratch sort;
-  float gates[kGateHeads][kGateRow];
+  float gates[kGateHeads][kWindow];
 };
 
 // |v| by one warp, with the bits of selection::RowNorm.
@@ -235,7 +234,7 @@ __device__ void StageGates(const Params& p, const Window& w, int head0, Scratch*
     const float b[kGateHeads] = {beta[i].x, beta[i].y, beta[i].z, beta[i].w};
 #pragma unroll
     for (int h = 0; h < kGateHeads; ++h) {
-      scratch->gates[h][t + t / kGateLane] = selection::ClampGate(g[h]);
+      scratch->gates[h][t] = selection::ClampGate(g[h]);
       if (t < w.length && head0 + h < p.shape.num_v_heads) {
         p.ws.beta[(head0 + h) * p.num_tokens + w.begin + t] = b[h];
         bad = bad || b[h] < 0.0f || b[h] > 1.0f;
@@ -250,28 +249,33 @@ __device__ void SumGates(const Params& p, const Window& w, int head0, const Scra
                          double* totals) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int local = warp / 4, quarter = warp % 4;
-  const int first = quarter * kGateWarp + lane * kGateLane;
-  double own[kGateLane];
+  const int first = quarter * kGateWarp + lane;  // the warp takes 32 tokens at a time
+  double own[kGateRounds];
+#pragma unroll
+  for (int i = 0; i < kGateRounds; ++i) {
+    own[i] = static_cast<double>(scratch.gates[local][first + 32 * i]);
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const double y = __shfl_up_sync(0xffffffffu, own[i], d);
+      if (lane >= d) own[i] += y;
+    }
+  }
   double sum = 0.0;
 #pragma unroll
-  for (int i = 0; i < kGateLane; ++i) {
-    sum += static_cast<double>(scratch.gates[local][first + first / kGateLane + i]);
-    own[i] = sum;
+  for (int i = 0; i < kGateRounds; ++i) {
+    own[i] += sum;
+    sum = __shfl_sync(0xffffffffu, own[i], 31);
   }
-  double before = sum;
-  for (int d = 1; d < 32; d *= 2) {
-    const double y = __shfl_up_sync(0xffffffffu, before, d);
-    if (lane >= d) before += y;
-  }
-  if (lane == 31) totals[warp] = before;
-  before -= sum;
+  if (lane == 0) totals[warp] = sum;
   __syncthreads();
+  double before = 0.0;
   for (int i = 0; i < quarter; ++i) before += totals[local * 4 + i];
   if (head0 + local >= p.shape.num_v_heads) return;
   float2* out = p.ws.gate_sum + (head0 + local) * p.num_tokens + w.begin;
 #pragma unroll
-  for (int i = 0; i < kGateLane; ++i) {
-    if (first + i < w.length) out[first + i] = SplitDouble((before + own[i]) * kLog2E);
+  for (int i = 0; i < kGateRounds; ++i) {
+    const int t = first + 32 * i;
+    if (t < w.length) out[t] = SplitDouble((before + own[i]) * kLog2E);
   }
 }
 
