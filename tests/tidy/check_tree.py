@@ -85,8 +85,11 @@ def check(root, ratchet):
             texts[rel] = path.read_text()
         except UnicodeDecodeError:
             continue
-    everything = "\n".join(text for rel, text in texts.items()
-                           if rel != "tests/tidy/check_tree_test.py")
+    words = set()
+    for rel, text in texts.items():
+        if rel != "tests/tidy/check_tree_test.py":
+            for word in set(re.findall(r"[\w.\-]+", text)):
+                words.update((word, word.strip(".-")), word.split("."))
     for rel, text in texts.items():
         suffix = pathlib.PurePosixPath(rel).suffix
         lines = text.split("\n")
@@ -99,8 +102,7 @@ def check(root, ratchet):
                         findings.append(f"{rel}:{number}: {why}: {line.strip()[:80]}")
             path = pathlib.PurePosixPath(rel)
             word = path.stem if suffix == ".py" else path.name  # Python imports the stem
-            if path.name not in ENTRY_POINTS and len(re.findall(rf"\b{re.escape(word)}\b",
-                                                                everything)) == 0:
+            if path.name not in ENTRY_POINTS and word not in words:
                 findings.append(f"{rel}: no other file names it: dead?")
         if suffix not in CODE:
             continue
