@@ -68,8 +68,8 @@ class EngineImpl final : public Engine {
   bool ReapQueue(int64_t now);
   bool ReapRunning(int64_t now, const EngineLimits& limits);
   bool ReapStreaming(int64_t now, const EngineLimits& limits);
-  bool Admit();
-  RequestPtr NextAdmission();
+  bool Admit(const EngineLimits& limits);
+  RequestPtr NextAdmission(const EngineLimits& limits);
   void Start(RequestPtr request);
   absl::Status Prepare(Request& request);
   std::vector<size_t> Choose(const EngineLimits& limits);

@@ -85,24 +85,25 @@ bool EngineImpl::RunOneRound() {
   if (dead_) {
     FailDead();
   } else {
-    progress |= Admit();
+    progress |= Admit(current);
     progress |= Step(current);
   }
   PublishGauges();
   return progress;
 }
 
-bool EngineImpl::Admit() {
+bool EngineImpl::Admit(const EngineLimits& limits) {
   bool progress = false;
-  while (RequestPtr request = NextAdmission()) {
+  while (RequestPtr request = NextAdmission(limits)) {
     Start(std::move(request));
     progress = true;
   }
   return progress;
 }
 
-// The next waiting request that gets its slot and KV now, taken out of the queue.
-EngineImpl::RequestPtr EngineImpl::NextAdmission() {
+// The next waiting request that gets its slot and KV now (with nothing to run: room for its frames,
+// which leave at once), taken out of the queue.
+EngineImpl::RequestPtr EngineImpl::NextAdmission(const EngineLimits& limits) {
   std::lock_guard lock(queue_mutex_);
   std::vector<Waiting> view;
   view.reserve(waiting_.size());
@@ -125,6 +126,11 @@ EngineImpl::RequestPtr EngineImpl::NextAdmission() {
         continue;
       }
       request.slot = *slot;
+    } else if (!FramesFit(shared_->buffered_bytes, request.plan.MaxChunkBytes(),
+                          limits.max_buffered_bytes)) {
+      if (request.bypassed >= kMaxBypass) return nullptr;
+      passed.push_back(&request);
+      continue;
     }
     for (Request* other : passed) ++other->bypassed;
     RequestPtr taken = std::move(waiting_[i]);

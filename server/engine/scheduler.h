@@ -21,6 +21,12 @@ inline constexpr int32_t kMaxBypass = 64;
 // prompts cannot hold every slot against short ones.
 inline constexpr int32_t kSlotsWithReserve = 4;
 
+// Whether `bytes` more may be emitted while `buffered` wait unread: within the bound of all calls,
+// or alone.
+constexpr bool FramesFit(int64_t buffered, int64_t bytes, int64_t max_buffered) {
+  return buffered <= 0 || buffered + bytes <= max_buffered;
+}
+
 struct Waiting {
   int32_t priority = 0;
   int64_t arrival_ns = 0;

@@ -295,6 +295,29 @@ TEST(SlowReader, TheBoundOverAllCallsHolds) {
   h.ExpectNoLeak();
 }
 
+// One token before the last has nothing to run: its zero state leaves without a step.
+TEST(SlowReader, TheBoundOverAllCallsHoldsForCallsWithNothingToRun) {
+  Harness probe;
+  const int64_t bytes =
+      static_cast<int64_t>(probe.Complete(Harness::Prompt(1)).manifest->total_bytes);
+  engine::EngineConfig config = SmallBuffers();
+  config.limits.max_buffered_bytes = 3 * bytes + bytes / 2;
+  Harness h({}, config);
+  std::vector<std::shared_ptr<engine::PrefillCall>> calls;
+  for (int i = 0; i < 50; ++i) calls.push_back(h.Submit(Harness::Prompt(1, i)));
+  h.RunRounds();
+  EXPECT_EQ(h.engine().gauges().buffered_bytes, 3 * bytes);
+  EXPECT_EQ(h.engine().gauges().queue_requests, 47) << "the others wait for room";
+  for (const auto& call : calls) {
+    Collected got;
+    ReadAvailable(*call, got);
+    EXPECT_TRUE(got.status && got.status->ok());
+    h.RunRounds();
+    EXPECT_LE(h.engine().gauges().buffered_bytes, 3 * bytes);
+  }
+  h.ExpectNoLeak();
+}
+
 TEST(Drain, FinishesWhatItHasAndRefusesTheRest) {
   Harness h;
   const auto call = h.Submit(Harness::Prompt(10000));
