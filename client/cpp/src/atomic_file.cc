@@ -14,9 +14,10 @@
 
 namespace sparsegdn::client {
 
-absl::StatusOr<std::unique_ptr<AtomicFile>> AtomicFile::Create(const std::string& path) {
+absl::StatusOr<std::unique_ptr<AtomicFile>> AtomicFile::Create(const std::string& path,
+                                                               bool unnamed) {
   std::unique_ptr<AtomicFile> file(new AtomicFile(path));
-  absl::Status status = file->Open();
+  absl::Status status = file->Open(unnamed);
   if (!status.ok()) return status;
   return file;
 }
@@ -28,16 +29,16 @@ std::string AtomicFile::TemporaryName() const {
   return (std::filesystem::path(folder_) / name).string();
 }
 
-absl::Status AtomicFile::Open() {
+absl::Status AtomicFile::Open(bool unnamed) {
   const std::filesystem::path path(path_);
   if (path.filename().empty()) return FileError("write", path_, EISDIR);
   std::error_code ignored;
   if (std::filesystem::is_directory(path, ignored)) return FileError("write", path_, EISDIR);
   folder_ = path.has_parent_path() ? path.parent_path().string() : ".";
   // A file without a name vanishes with the process, even with kill -9.
-  fd_ = open(folder_.c_str(), O_TMPFILE | O_WRONLY | O_CLOEXEC, 0644);
+  if (unnamed) fd_ = open(folder_.c_str(), O_TMPFILE | O_WRONLY | O_CLOEXEC, 0644);
   if (fd_ >= 0) return absl::OkStatus();
-  if (errno != EOPNOTSUPP && errno != EISDIR && errno != ENOSYS) {
+  if (unnamed && errno != EOPNOTSUPP && errno != EISDIR && errno != ENOSYS) {
     return FileError("write", path_, errno);
   }
   temporary_ = TemporaryName();

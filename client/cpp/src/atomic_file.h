@@ -13,8 +13,10 @@ namespace sparsegdn::client {
 // Dropping it before Commit leaves nothing behind. Not thread-safe.
 class AtomicFile {
  public:
-  // FILE_IO when the folder is missing or not writable.
-  static absl::StatusOr<std::unique_ptr<AtomicFile>> Create(const std::string& path);
+  // FILE_IO when the folder is missing or not writable. `unnamed` false acts as on a file system
+  // without unnamed files.
+  static absl::StatusOr<std::unique_ptr<AtomicFile>> Create(const std::string& path,
+                                                            bool unnamed = true);
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
@@ -25,7 +27,7 @@ class AtomicFile {
 
  private:
   explicit AtomicFile(std::string path) : path_(std::move(path)) {}
-  absl::Status Open();
+  absl::Status Open(bool unnamed);
   absl::Status LinkAnonymous();
   std::string TemporaryName() const;
 

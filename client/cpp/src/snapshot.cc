@@ -116,7 +116,7 @@ absl::Status ValidateManifest(const v1::Manifest& manifest, uint64_t max_bytes) 
 absl::StatusOr<Buffer> Buffer::Allocate(uint64_t size) {
   Buffer buffer;
   buffer.size_ = size;
-  if (size > static_cast<uint64_t>(PTRDIFF_MAX)) {
+  if (size > kMaxTensorBytes) {
     return MakeError(absl::StatusCode::kResourceExhausted, "SNAPSHOT_TOO_LARGE", "bytes",
                      absl::StrCat("a tensor of ", size, " bytes cannot be held in memory"));
   }

@@ -92,6 +92,15 @@ def _flip(events: Events, keep_hash: bool) -> None:
         set_data(chunk, data)
 
 
+def _inside(events: Events) -> None:
+    """Two bytes from the middle of a chunk that has come already."""
+    extra = pb.PrefillResponse()
+    extra.CopyFrom(events[4])
+    extra.chunk.byte_offset += 1
+    set_data(extra.chunk, extra.chunk.data[1:3])
+    events.insert(5, extra)
+
+
 def _claim(events: Events) -> None:
     manifest = events[2].manifest
     tensor = manifest.tensors[2]
@@ -125,6 +134,7 @@ FAULTS: dict[str, tuple[Callable[[Events], Any], str]] = {
     "chunk_missing": (lambda e: e.pop(4), "BYTES_MISSING"),
     "byte_missing": (lambda e: set_data(e[3].chunk, e[3].chunk.data[:-1]), "BYTES_MISSING"),
     "chunk_twice": (lambda e: e.insert(5, e[4]), "CHUNK_OVERLAP"),
+    "chunk_inside_another": (_inside, "CHUNK_OVERLAP"),
     "chunk_longer": (lambda e: set_data(e[4].chunk, e[4].chunk.data + b"x"), "CHUNK_OVERLAP"),
     "chunk_past_end": (lambda e: setattr(e[3].chunk, "byte_offset", 1 << 40),
                        "CHUNK_OUT_OF_BOUNDS"),

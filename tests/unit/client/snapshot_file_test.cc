@@ -16,6 +16,7 @@
 
 #include "fake_service.h"
 #include "sparsegdn/client/status.h"
+#include "src/atomic_file.h"
 
 namespace sparsegdn::client {
 namespace {
@@ -43,6 +44,7 @@ std::string ReadBytes(const fs::path& path) {
 }
 
 void WriteBytes(const fs::path& path, const std::string& bytes) {
+  fs::remove(path);  // some file systems flush a file that is truncated and written again
   std::ofstream(path, std::ios::binary).write(bytes.data(), static_cast<int64_t>(bytes.size()));
 }
 
@@ -164,6 +166,24 @@ TEST_F(SnapshotFileTest, EveryTruncationIsSeen) {
   }
   WriteBytes(Path("bad"), good + "x");
   EXPECT_EQ(DetailsOf(ReadSnapshotFile(Path("bad")).status()).reason, "FILE_CORRUPT");
+}
+
+TEST_F(SnapshotFileTest, AtomicFileWithAndWithoutUnnamedFiles) {
+  for (bool unnamed : {true, false}) {
+    WriteBytes(Path("s"), "old");
+    {
+      auto dropped = *AtomicFile::Create(Path("s"), unnamed);
+      ASSERT_TRUE(dropped->Write("half", 4).ok());
+      EXPECT_EQ(Files(), unnamed ? 1 : 2);
+    }
+    EXPECT_EQ(ReadBytes(Path("s")), "old");
+    EXPECT_EQ(Files(), 1);
+    auto kept = *AtomicFile::Create(Path("s"), unnamed);
+    ASSERT_TRUE(kept->Write("new", 3).ok());
+    ASSERT_TRUE(kept->Commit().ok());
+    EXPECT_EQ(ReadBytes(Path("s")), "new");
+    EXPECT_EQ(Files(), 1);
+  }
 }
 
 TEST_F(SnapshotFileTest, OtherFilesAreRefused) {

@@ -63,6 +63,12 @@ class ClientTest(unittest.TestCase):
                 is_integrity = isinstance(caught.exception, IntegrityError)
                 self.assertEqual(is_integrity, reason != "SNAPSHOT_TOO_LARGE")
 
+    def test_own_bound_on_the_size(self):
+        with PrefillClient(self.server.target, max_snapshot_bytes=100) as client:
+            with self.assertRaises(PrefillError) as caught:
+                client.prefill(TOKENS)
+        self.assertIn("this client takes at most 100", caught.exception.message)
+
     def test_result_then_error_is_an_error(self):
         with self.assertRaises(PrefillError) as caught:
             self.client.prefill(TOKENS, request_id="error_at_end")

@@ -16,6 +16,7 @@ namespace sparsegdn::client {
 
 inline constexpr uint32_t kFormatVersion = 1;
 inline constexpr int kMaxTensors = 1 << 20;
+inline constexpr uint64_t kMaxTensorBytes = uint64_t{1} << 39;  // no allocator is asked for more
 
 // Bytes of one element: 4, 2 or 1; 0 for an unknown dtype.
 uint64_t DTypeBytes(v1::DType dtype);
@@ -30,7 +31,7 @@ absl::Status ValidateManifest(const v1::Manifest& manifest, uint64_t max_bytes);
 class Buffer {
  public:
   Buffer() = default;
-  // RESOURCE_EXHAUSTED when the memory cannot be had.
+  // RESOURCE_EXHAUSTED when the memory cannot be had, or size > kMaxTensorBytes.
   static absl::StatusOr<Buffer> Allocate(uint64_t size);
 
   uint8_t* data() { return data_.get(); }
