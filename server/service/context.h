@@ -17,12 +17,14 @@ namespace sparsegdn::service {
 class CallRegistry;
 class Health;
 class Metrics;
+class WorkerPool;
 
 // Borrowed; all of it outlives the gRPC server.
 struct ServiceContext {
   Health* health = nullptr;
   Metrics* metrics = nullptr;
   CallRegistry* calls = nullptr;
+  WorkerPool* workers = nullptr;
   engine::Clock* clock = nullptr;
 };
 

@@ -10,6 +10,7 @@
 #include "server/service/log.h"
 #include "server/service/metrics.h"
 #include "server/service/status.h"
+#include "server/service/worker_pool.h"
 
 namespace sparsegdn::service {
 
@@ -66,9 +67,15 @@ void ImportReactor::OnReadDone(bool ok) {
   }
   bool done = false;
   absl::Status status = Take(done);
-  if (done || !status.ok()) {
+  if (!status.ok()) {
     import_.reset();
     End(status);
+    return;
+  }
+  if (done) {
+    // No read is in flight and none follows: the worker has the reactor to itself. It stays until
+    // OnDone, which only follows End.
+    service_.workers->Run([self = shared_from_this()] { self->Complete(); });
     return;
   }
   {
@@ -102,7 +109,7 @@ absl::Status ImportReactor::Take(bool& done) {
                             "the end before the header, wanted the header first");
       }
       done = true;
-      return TakeEnd(frame_.end());
+      return absl::OkStatus();
     case v1::SnapshotFrame::FRAME_NOT_SET:
       break;
   }
@@ -122,11 +129,21 @@ absl::Status ImportReactor::TakeHeader(const v1::SnapshotHeader& header) {
   return absl::OkStatus();
 }
 
-absl::Status ImportReactor::TakeEnd(const v1::SnapshotEnd& end) {
-  absl::StatusOr<engine::SnapshotRef> ref = import_->Finish(end.digest());
-  if (!ref.ok()) return ref.status();
-  *response_ = ToProto(*ref);
-  return absl::OkStatus();
+void ImportReactor::Complete() {
+  if (IsCancelled()) {
+    import_.reset();
+    End(absl::CancelledError("the client went away"));
+    return;
+  }
+  absl::StatusOr<engine::SnapshotRef> ref = import_->Finish(frame_.end().digest());
+  import_.reset();
+  if (ref.ok()) *response_ = ToProto(*ref);
+  End(ref.status());
+}
+
+bool ImportReactor::IsCancelled() {
+  std::lock_guard lock(context_mutex_);
+  return context_->IsCancelled();
 }
 
 void ImportReactor::CutIfStalled(steady_clock::time_point now, std::chrono::nanoseconds timeout) {

@@ -18,8 +18,10 @@
 
 namespace sparsegdn::service {
 
-// Reads are answered one at a time on gRPC's threads; an error finishes the call at once, and what
-// the client still sends is dropped by the transport. See prefill_reactor.h for the rules.
+// Reads are answered one at a time on gRPC's threads. The end is not: it hashes, scans and lays out
+// the whole snapshot, seconds at worst, and so runs on a worker. An error finishes the call at
+// once, and what the client still sends is dropped by the transport. See prefill_reactor.h for the
+// rules.
 class ImportReactor final : public grpc::ServerReadReactor<v1::SnapshotFrame>,
                             public OpenCall,
                             public std::enable_shared_from_this<ImportReactor> {
@@ -32,7 +34,7 @@ class ImportReactor final : public grpc::ServerReadReactor<v1::SnapshotFrame>,
                 v1::SnapshotRef* response);
 
   void OnReadDone(bool ok) override;
-  void OnCancel() override {}  // the read in flight fails, and OnReadDone finishes
+  void OnCancel() override {}  // the read in flight fails, or the worker sees it
   void OnDone() override;
   void CutIfStalled(std::chrono::steady_clock::time_point now,
                     std::chrono::nanoseconds timeout) override;
@@ -43,7 +45,9 @@ class ImportReactor final : public grpc::ServerReadReactor<v1::SnapshotFrame>,
   // Takes frame_ in. `done` becomes true after a good SnapshotEnd.
   absl::Status Take(bool& done);
   absl::Status TakeHeader(const v1::SnapshotHeader& header);
-  absl::Status TakeEnd(const v1::SnapshotEnd& end);
+  // After SnapshotEnd, on a worker: checks and keeps the upload, and ends the call.
+  void Complete();
+  bool IsCancelled();
   void End(const absl::Status& status);
 
   const ServiceContext service_;
@@ -52,7 +56,7 @@ class ImportReactor final : public grpc::ServerReadReactor<v1::SnapshotFrame>,
   const std::string traceparent_;
   std::shared_ptr<ImportReactor> self_;  // until OnDone
 
-  // Touched by one read at a time.
+  // Touched by one read at a time, then by the worker.
   v1::SnapshotFrame frame_;
   std::shared_ptr<engine::Engine> engine_;
   std::unique_ptr<engine::SnapshotImport> import_;

@@ -20,6 +20,7 @@
 #include "server/service/http_listener.h"
 #include "server/service/log.h"
 #include "server/service/prefill_service.h"
+#include "server/service/worker_pool.h"
 
 #ifndef SPARSEGDN_VERSION
 #error "the build sets SPARSEGDN_VERSION and SPARSEGDN_COMMIT"
@@ -35,6 +36,10 @@ namespace {
 using std::chrono::nanoseconds;
 using std::chrono::steady_clock;
 using std::chrono::system_clock;
+
+// Uploads that are checked at once. Two, so that a large one does not hold up a small one; more
+// would only take cores from the model.
+constexpr int kWorkers = 2;
 
 // The library's own lines join ours, so that the log stays one format.
 void RouteGrpcLogs() {
@@ -104,7 +109,7 @@ class ServerImpl final : public Server {
         health_(&metrics_),
         limits_(ToEngineLimits(config)),
         calls_([this] { return StallTimeout(); }),
-        service_({&health_, &metrics_, &calls_, engine::Clock::Real()}, kServerVersion,
+        service_({&health_, &metrics_, &calls_, &workers_, engine::Clock::Real()}, kServerVersion,
                  [this] { return limits(); }) {}
   ~ServerImpl() override { Shutdown(nanoseconds(0)); }
 
@@ -136,6 +141,7 @@ class ServerImpl final : public Server {
   mutable std::mutex limits_mutex_;
   engine::EngineLimits limits_;
   CallRegistry calls_;
+  WorkerPool workers_{kWorkers};
   PrefillServiceImpl service_;
   std::unique_ptr<grpc::Server> grpc_;
   std::unique_ptr<HttpListener> http_;

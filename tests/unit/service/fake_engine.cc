@@ -83,6 +83,7 @@ class FakeImport final : public engine::SnapshotImport {
     return engine_->import_add;
   }
   absl::StatusOr<engine::SnapshotRef> Finish(uint64_t) override {
+    engine_->on_import_finish();
     if (!engine_->import_finish.ok()) return engine_->import_finish;
     return engine::SnapshotRef{"imported-1", 17, bytes_, ttl_seconds_};
   }

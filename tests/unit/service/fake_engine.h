@@ -60,6 +60,8 @@ class FakeEngine final : public engine::Engine {
   absl::Status import_begin, import_add, import_finish, release;
   engine::EngineGauges gauges_now;
   std::atomic<bool> healthy_now{true};
+  // Runs inside an import's Finish.
+  std::function<void()> on_import_finish = [] {};
   // Runs inside Drain; its result is Drain's.
   std::function<bool(int64_t)> on_drain = [](int64_t) { return true; };
 

@@ -1,7 +1,10 @@
 // ImportSnapshot: order of frames, errors of the engine, clients that leave or stall.
+#include <atomic>
 #include <chrono>
+#include <future>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "server/engine/status_payload.h"
 #include "tests/unit/service/service_fixture.h"
@@ -167,6 +170,84 @@ TEST_F(ImportTest, ShutdownEndsAnOpenUpload) {
   server_->Shutdown(std::chrono::milliseconds(50));
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(3));
   EXPECT_FALSE(writer->Finish().ok());
+}
+
+// Uploads whose end takes long: none of gRPC's threads may be inside one.
+class SlowEndTest : public ImportTest {
+ protected:
+  void SetUp() override {
+    ImportTest::SetUp();
+    gate_ = release_.get_future().share();
+    engine_->on_import_finish = [this] {
+      ++inside_;
+      gate_.wait();
+    };
+  }
+  void TearDown() override {
+    Release();
+    ImportTest::TearDown();
+  }
+  void Release() {
+    if (!released_.exchange(true)) release_.set_value();
+  }
+  std::future<grpc::Status> Upload() {
+    return std::async(std::launch::async, [this] {
+      v1::SnapshotRef ref;
+      return Import({Header(), Chunk(), End()}, &ref);
+    });
+  }
+
+  std::promise<void> release_;
+  std::shared_future<void> gate_;
+  std::atomic<bool> released_{false};
+  std::atomic<int> inside_{0};
+};
+
+TEST_F(SlowEndTest, OtherCallsAreAnswered) {
+  std::vector<std::future<grpc::Status>> uploads;
+  for (int i = 0; i < 24; ++i) uploads.push_back(Upload());  // more than gRPC has threads here
+  ASSERT_TRUE(Eventually([&] { return engine_->imports().size() == 24 && inside_ >= 2; }));
+  for (int i = 0; i < 3; ++i) {
+    const auto context = Context(2000);
+    EXPECT_TRUE(Prefill(Request(), context.get()).status.ok());
+  }
+  EXPECT_LE(inside_, 2) << "at most the pool's threads";
+  Release();
+  for (auto& upload : uploads) {
+    const grpc::Status status = upload.get();
+    EXPECT_TRUE(status.ok()) << status.error_message();
+  }
+}
+
+TEST_F(SlowEndTest, AClientThatLeavesBeforeItsTurnKeepsNothing) {
+  auto first = Upload(), second = Upload();
+  ASSERT_TRUE(Eventually([&] { return inside_ == 2; }));
+  const auto context = Context();
+  v1::SnapshotRef ref;
+  auto writer = stub_->ImportSnapshot(context.get(), &ref);
+  ASSERT_TRUE(writer->Write(Header()) && writer->Write(Chunk()) && writer->Write(End()));
+  ASSERT_TRUE(Eventually([&] { return engine_->imports().size() == 3; }));
+  context->TryCancel();
+  EXPECT_EQ(writer->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  // The reset arrives on a connection of its own order: a call after it has passed it.
+  EXPECT_TRUE(Prefill(Request()).status.ok());
+  Release();
+  EXPECT_TRUE(first.get().ok() && second.get().ok());
+  EXPECT_TRUE(Eventually([&] {
+    return Sample("sparsegdn_requests_total{code=\"CANCELLED\",method=\"ImportSnapshot\"}") == 1;
+  }));
+  EXPECT_EQ(inside_, 2);
+}
+
+TEST_F(SlowEndTest, ShutdownWaitsForTheOneInside) {
+  auto upload = Upload();
+  ASSERT_TRUE(Eventually([&] { return inside_ == 1; }));
+  auto stopped =
+      std::async(std::launch::async, [&] { server_->Shutdown(std::chrono::milliseconds(20)); });
+  EXPECT_EQ(stopped.wait_for(std::chrono::milliseconds(200)), std::future_status::timeout);
+  Release();
+  EXPECT_EQ(stopped.wait_for(std::chrono::seconds(5)), std::future_status::ready);
+  EXPECT_FALSE(upload.get().ok());
 }
 
 }  // namespace
