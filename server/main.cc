@@ -85,10 +85,11 @@ void ReloadLimits(const std::vector<std::string>& args, const std::vector<std::s
 ExitCode Run(const service::ServerConfig& config, const std::vector<std::string>& args,
              const std::vector<std::string>& env, const sigset_t& signals,
              service::Server& server) {
-  std::promise<absl::StatusOr<EnginePtr>> promise;
-  std::future<absl::StatusOr<EnginePtr>> loaded = promise.get_future();
-  std::thread([&promise, &config, &server] {
-    promise.set_value(LoadEngine(config, &server.metrics()));
+  // Shared: the loader may outlive this function. What it borrows (config, server) is main's.
+  auto promise = std::make_shared<std::promise<absl::StatusOr<EnginePtr>>>();
+  std::future<absl::StatusOr<EnginePtr>> loaded = promise->get_future();
+  std::thread([promise, &config, &server] {
+    promise->set_value(LoadEngine(config, &server.metrics()));
   }).detach();  // never joined: the process ends by _exit
   EnginePtr engine;
   while (true) {
