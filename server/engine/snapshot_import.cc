@@ -57,8 +57,10 @@ void ImportState::End(absl::Status status) {
 }
 
 void ImportState::EndIfIdle(int64_t now_ns, double idle_seconds) {
-  std::lock_guard lock(mutex_);
-  if (static_cast<double>(now_ns - last_ns_) * 1e-9 <= idle_seconds) return;
+  // Whoever holds the lock is busy with the upload: it is not idle, and a large Finish hashes and
+  // converts for seconds, which the executor must not wait for.
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock || static_cast<double>(now_ns - last_ns_) * 1e-9 <= idle_seconds) return;
   EndLocked(Refuse(absl::StatusCode::kDeadlineExceeded, "", "UPLOAD_IDLE",
                    absl::StrCat("no chunk came for ", idle_seconds, " s")));
 }
@@ -293,11 +295,16 @@ absl::StatusOr<std::unique_ptr<SnapshotImport>> ImportRegistry::Begin(
 }
 
 void ImportRegistry::Sweep(int64_t now_ns, double idle_seconds) {
-  std::lock_guard lock(mutex_);
-  std::erase_if(states_, [](const auto& weak) { return weak.expired(); });
-  for (const auto& weak : states_) {
-    if (const auto state = weak.lock()) state->EndIfIdle(now_ns, idle_seconds);
+  std::vector<std::shared_ptr<ImportState>> live;
+  {
+    std::lock_guard lock(mutex_);
+    std::erase_if(states_, [](const auto& weak) { return weak.expired(); });
+    for (const auto& weak : states_) {
+      if (auto state = weak.lock()) live.push_back(std::move(state));
+    }
   }
+  // Outside the lock: freeing an upload takes a while, and Begin must not wait for it.
+  for (const auto& state : live) state->EndIfIdle(now_ns, idle_seconds);
 }
 
 size_t ImportRegistry::size() const {

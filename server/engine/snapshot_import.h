@@ -32,6 +32,7 @@ class ImportState {
   absl::StatusOr<SnapshotRef> Finish(uint64_t digest);
   // Frees everything; later calls return `status`.
   void End(absl::Status status);
+  // Never waits: an upload that another thread works on is not idle.
   void EndIfIdle(int64_t now_ns, double idle_seconds);
 
  private:

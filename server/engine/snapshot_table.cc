@@ -148,10 +148,10 @@ absl::StatusOr<std::string> SnapshotTable::Commit(std::unique_ptr<Reservation> r
                                                   std::string tenant, uint32_t ttl_seconds) {
   absl::StatusOr<std::string> id = RandomId();
   if (!id.ok()) return id.status();
+  const int64_t expires_ns = clock_->NowNs() + int64_t{ttl_seconds} * 1'000'000'000;
   {
     std::lock_guard lock(mutex_);
     snapshot->ForEachBlob([this](const Blob& blob) { AddBlob(blob); });
-    const int64_t expires_ns = clock_->NowNs() + int64_t{ttl_seconds} * 1'000'000'000;
     entries_.push_back({*id, std::move(tenant), std::move(snapshot), expires_ns, false});
     by_id_[*id] = std::prev(entries_.end());
   }
