@@ -212,6 +212,8 @@ absl::Status ServerImpl::WritePortFile() const {
 }
 
 void ServerImpl::Serve(std::shared_ptr<engine::Engine> engine) {
+  // Those of a reload during the load: the engine was made with the ones read at start.
+  engine->SetLimits(limits());
   metrics_.SetModel(engine->model_info());
   health_.SetServing(std::move(engine));
 }

@@ -31,7 +31,7 @@ class Server {
   virtual Metrics& metrics() = 0;     // the engine's observer
   virtual Health& health() = 0;
 
-  // The model is loaded: SERVING.
+  // The model is loaded: SERVING, under the limits last set.
   virtual void Serve(std::shared_ptr<engine::Engine> engine) = 0;
   // INVALID_ARGUMENT, and nothing changes, for a prompt longer than the receive limit allows.
   virtual absl::Status SetLimits(const engine::EngineLimits& limits) = 0;

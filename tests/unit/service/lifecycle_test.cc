@@ -174,6 +174,15 @@ TEST_F(LifecycleTest, LimitsReachEngineAndModelInfo) {
   EXPECT_EQ(engine_->limits().max_prompt_tokens, 1000);
 }
 
+TEST_F(LifecycleTest, LimitsSetDuringTheLoadReachTheEngine) {
+  Start(LoopbackConfig(), /*serve=*/false);
+  engine::EngineLimits limits;
+  limits.max_queue_requests = 3;
+  ASSERT_TRUE(server_->SetLimits(limits).ok());
+  server_->Serve(engine_);
+  EXPECT_EQ(engine_->limits().max_queue_requests, 3u);
+}
+
 TEST_F(LifecycleTest, ReleaseSnapshot) {
   v1::ReleaseSnapshotRequest request;
   v1::ReleaseSnapshotResponse response;
