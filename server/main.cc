@@ -80,6 +80,11 @@ void ReloadLimits(const std::vector<std::string>& args, const std::vector<std::s
   }
 }
 
+ExitCode DeviceFault() {
+  Log(LogLevel::kError, "device fault: the model cannot run any more");
+  return ExitCode::kDevice;
+}
+
 // Until SIGTERM, SIGINT or a fault. The model loads on its own thread, so that a stop during the
 // load is obeyed at once.
 ExitCode Run(const service::ServerConfig& config, const std::vector<std::string>& args,
@@ -99,7 +104,7 @@ ExitCode Run(const service::ServerConfig& config, const std::vector<std::string>
       Log(LogLevel::kInfo, "draining", {{"drain_seconds", config.drain_seconds}});
       const bool all = server.Drain(std::chrono::seconds(config.drain_seconds));
       Log(all ? LogLevel::kInfo : LogLevel::kWarning, "drained", {{"calls_cut", !all}});
-      return ExitCode::kDrained;
+      return server.health().live() ? ExitCode::kDrained : DeviceFault();
     }
     if (engine == nullptr && loaded.valid() &&
         loaded.wait_for(std::chrono::seconds(0)) == std::future_status::ready) {
@@ -111,8 +116,7 @@ ExitCode Run(const service::ServerConfig& config, const std::vector<std::string>
     }
     if (engine != nullptr && !engine->healthy()) {
       server.health().SetFailed();
-      Log(LogLevel::kError, "device fault: the model cannot run any more");
-      return ExitCode::kDevice;
+      return DeviceFault();
     }
   }
 }

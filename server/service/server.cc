@@ -242,7 +242,12 @@ bool ServerImpl::Drain(nanoseconds timeout) {
     all = engine->Drain(timeout.count());
   }
   // The engine does not wait for readers: streams may still be sending.
-  return calls_.WaitIdle(deadline) && all;
+  all = calls_.WaitIdle(deadline) && all;
+  if (const std::shared_ptr<engine::Engine> engine = health_.engine();
+      engine != nullptr && !engine->healthy()) {
+    health_.SetFailed();
+  }
+  return all;
 }
 
 void ServerImpl::Shutdown(nanoseconds grace) {

@@ -37,7 +37,7 @@ class Server {
   virtual absl::Status SetLimits(const engine::EngineLimits& limits) = 0;
 
   // NOT_SERVING; new calls are refused; queued, running and streaming ones may finish until
-  // `timeout` has passed. True when all of them did.
+  // `timeout` has passed. True when all of them did. A device fault meanwhile is left in health().
   virtual bool Drain(std::chrono::nanoseconds timeout) = 0;
   // Cancels what is left after `grace` and stops the listeners. Idempotent.
   virtual void Shutdown(std::chrono::nanoseconds grace) = 0;

@@ -128,6 +128,17 @@ TEST_F(LifecycleTest, ADrainEndsWithItsTime) {
   EXPECT_FALSE(reader->Finish().ok());
 }
 
+TEST_F(LifecycleTest, ADeviceFaultDuringTheDrainShows) {
+  EXPECT_TRUE(server_->Drain(milliseconds(100)));
+  EXPECT_TRUE(server_->health().live());
+  engine_->on_drain = [this](int64_t) {
+    engine_->healthy_now = false;
+    return false;
+  };
+  EXPECT_FALSE(server_->Drain(milliseconds(100)));
+  EXPECT_FALSE(server_->health().live());  // by which main chooses the exit code
+}
+
 TEST_F(LifecycleTest, ADeviceFaultFailsLiveness) {
   server_->health().SetFailed();
   EXPECT_EQ(HealthOf(""), 2);
