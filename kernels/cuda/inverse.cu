@@ -55,6 +55,7 @@ __device__ __forceinline__ void LoadKeys(const Params& p, InverseShared& sm) {
 }
 
 // Gates and beta of one head of the group.
+template <typename T>
 __device__ __forceinline__ void LoadFactors(const Params& p, int head, InverseShared& sm) {
   const int t = threadIdx.x;
   const float2* gate_sum = p.ws.gate_sum + head * p.num_tokens;
@@ -128,7 +129,7 @@ __device__ __forceinline__ void StoreInverse(const Params& p, int head, InverseS
 
 // Grid: [windows, Hk, parts]; a block takes the groups part, part + parts, ... of its window.
 template <typename T>
-__global__ void __launch_bounds__(kSolveThreads)
+__global__ void __launch_bounds__(kSolveThreads, 5)
     InverseKernel(const __grid_constant__ Params p, int parts) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __shared__ InverseShared sm;
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(kSolveThreads)
     float products[32];
     KeyProducts<T>(sm, products);
     for (int h = pair * p.ratio; h < (pair + 1) * p.ratio; ++h) {
-      LoadFactors(p, h, sm);
+      LoadFactors<T>(p, h, sm);
       FormL<T>(products, sm);
       SolveInPlace(sm.solve, sm.scratch, sm.job.adjacent != 0);
       StoreInverse<T>(p, h, sm);
