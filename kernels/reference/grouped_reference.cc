@@ -69,6 +69,32 @@ bool DropFarBlocks(Solver solver, const std::vector<double>& gates,
   return (n <= 32 || gates[32] - gates[15] <= limit) && (n <= 48 || gates[48] - gates[31] <= limit);
 }
 
+// u = T (beta (v - e^G S_B^T k)), [events, dim_v].
+std::vector<double> ApplyInverse(const Head& head, const Matrix& t_inverse,
+                                 const std::vector<int64_t>& events,
+                                 const std::vector<double>& gates,
+                                 const std::vector<std::vector<double>>& keys) {
+  const int n = static_cast<int>(events.size());
+  const int dim_k = head.dim_k, dim_v = head.dim_v;
+  std::vector<double> rhs(n * dim_v), u(n * dim_v, 0.0);
+  for (int i = 0; i < n; ++i) {
+    for (int j = 0; j < dim_v; ++j) {
+      double read = 0.0;
+      for (int d = 0; d < dim_k; ++d) read += head.s[d * dim_v + j] * keys[i][d];
+      rhs[i * dim_v + j] =
+          head.Beta(events[i]) * (head.V(events[i])[j] - std::exp(gates[i]) * read);
+    }
+  }
+  for (int i = 0; i < n; ++i) {
+    for (int l = 0; l <= i; ++l) {
+      for (int j = 0; j < dim_v; ++j) {
+        u[i * dim_v + j] += t_inverse[i * kGroup + l] * rhs[l * dim_v + j];
+      }
+    }
+  }
+  return u;
+}
+
 // Tokens [begin, end) with at most kGroup events; advances head->s.
 void RunGroup(Head* head, Solver solver, int64_t begin, int64_t end, Result* out) {
   std::vector<int64_t> events;
@@ -92,22 +118,7 @@ void RunGroup(Head* head, Solver solver, int64_t begin, int64_t end, Result* out
     }
   }
   const Matrix t_inverse = Invert(a, DropFarBlocks(solver, gates, keys));
-  std::vector<double> rhs(n * dim_v), u(n * dim_v, 0.0);
-  for (int i = 0; i < n; ++i) {
-    for (int j = 0; j < dim_v; ++j) {
-      double read = 0.0;
-      for (int d = 0; d < dim_k; ++d) read += head->s[d * dim_v + j] * keys[i][d];
-      rhs[i * dim_v + j] =
-          head->Beta(events[i]) * (head->V(events[i])[j] - std::exp(gates[i]) * read);
-    }
-  }
-  for (int i = 0; i < n; ++i) {
-    for (int l = 0; l <= i; ++l) {
-      for (int j = 0; j < dim_v; ++j) {
-        u[i * dim_v + j] += t_inverse[i * kGroup + l] * rhs[l * dim_v + j];
-      }
-    }
-  }
+  const std::vector<double> u = ApplyInverse(*head, t_inverse, events, gates, keys);
   for (int64_t t = begin; t < end; ++t) {
     const auto q = head->Row(head->in->q, t);
     const double g = prefix[t - begin];
