@@ -14,6 +14,8 @@ using std::chrono::duration_cast;
 using std::chrono::nanoseconds;
 using std::chrono::system_clock;
 
+constexpr int64_t kDeadlineSlackNs = 10'000'000;
+constexpr int64_t kDeadlineSlackShare = 64;
 constexpr size_t kMaxTenantBytes = 128;
 
 bool IsLowerHex(std::string_view text) {
@@ -52,6 +54,17 @@ std::optional<int64_t> DeadlineOf(const grpc::CallbackServerContext& context,
   // A deadline further away than this is none; it also keeps the sum below in range.
   if (left > std::chrono::hours(24 * 365)) return std::nullopt;
   return clock.NowNs() + duration_cast<nanoseconds>(left).count();
+}
+
+bool CallDeadline::Passed() const {
+  if (!deadline_ns_) return false;
+  const int64_t slack = kDeadlineSlackNs + (*deadline_ns_ - arrival_ns_) / kDeadlineSlackShare;
+  return clock_->NowNs() + slack >= *deadline_ns_;
+}
+
+absl::Status CancelStatus(bool deadline_passed) {
+  if (deadline_passed) return absl::DeadlineExceededError("the deadline passed during the call");
+  return absl::CancelledError("the client went away");
 }
 
 absl::StatusOr<std::string> TenantOf(const grpc::CallbackServerContext&, const std::string& field) {

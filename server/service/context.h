@@ -37,6 +37,26 @@ bool IsTraceparent(const std::string& text);
 std::optional<int64_t> DeadlineOf(const grpc::CallbackServerContext& context,
                                   const engine::Clock& clock);
 
+// Tells a call that ran out of time from one whose client left. A client whose deadline passes
+// resets the stream, and that may come before our own timer: the deadline on the wire is rounded
+// up, by up to 1 %, and counts from arrival. So a cancel near the deadline is one by the deadline.
+class CallDeadline {
+ public:
+  // At the call's arrival.
+  CallDeadline(const grpc::CallbackServerContext& context, const engine::Clock& clock)
+      : clock_(&clock), arrival_ns_(clock.NowNs()), deadline_ns_(DeadlineOf(context, clock)) {}
+  const std::optional<int64_t>& ns() const { return deadline_ns_; }
+  bool Passed() const;
+
+ private:
+  const engine::Clock* clock_;
+  int64_t arrival_ns_;
+  std::optional<int64_t> deadline_ns_;
+};
+
+// Why a call whose context is cancelled ends: DEADLINE_EXCEEDED or CANCELLED.
+absl::Status CancelStatus(bool deadline_passed);
+
 // `field` counts because authentication is off. The one place to change when it is on.
 absl::StatusOr<std::string> TenantOf(const grpc::CallbackServerContext& context,
                                      const std::string& field);

@@ -21,6 +21,7 @@ ImportReactor::ImportReactor(const ServiceContext& service, grpc::CallbackServer
     : service_(service),
       response_(response),
       traceparent_(TraceparentOf(*context)),
+      deadline_(*context, *service.clock),
       context_(context) {}
 
 grpc::ServerReadReactor<v1::SnapshotFrame>* ImportReactor::Start(
@@ -58,7 +59,7 @@ void ImportReactor::OnReadDone(bool ok) {
       End(engine::WithDetails(absl::ResourceExhaustedError("the client sent nothing for too long"),
                               {"", "SLOW_WRITER", std::nullopt}));
     } else if (cancelled) {
-      End(absl::CancelledError("the client went away"));
+      End(CancelStatus(deadline_.Passed()));
     } else {
       End(InvalidField("frame", "SNAPSHOT_INCOMPLETE",
                        "the stream ended before SnapshotEnd; nothing was kept"));
@@ -132,7 +133,7 @@ absl::Status ImportReactor::TakeHeader(const v1::SnapshotHeader& header) {
 void ImportReactor::Complete() {
   if (IsCancelled()) {
     import_.reset();
-    End(absl::CancelledError("the client went away"));
+    End(CancelStatus(deadline_.Passed()));
     return;
   }
   absl::StatusOr<engine::SnapshotRef> ref = import_->Finish(frame_.end().digest());

@@ -54,6 +54,7 @@ class ImportReactor final : public grpc::ServerReadReactor<v1::SnapshotFrame>,
   v1::SnapshotRef* const response_;
   const std::string request_id_ = NewRequestId();
   const std::string traceparent_;
+  const CallDeadline deadline_;
   std::shared_ptr<ImportReactor> self_;  // until OnDone
 
   // Touched by one read at a time, then by the worker.

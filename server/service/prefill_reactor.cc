@@ -18,12 +18,6 @@ namespace {
 
 using std::chrono::steady_clock;
 
-// A client whose deadline passes resets the stream, and that may come before our own timer: the
-// deadline on the wire is rounded up, by up to 1 %, and counts from arrival. A cancel this near to
-// the deadline is one by the deadline.
-constexpr int64_t kDeadlineSlackNs = 10'000'000;
-constexpr int64_t kDeadlineSlackShare = 64;
-
 double Seconds(steady_clock::duration duration) {
   return std::chrono::duration<double>(duration).count();
 }
@@ -37,8 +31,7 @@ PrefillReactor::PrefillReactor(const ServiceContext& service, grpc::CallbackServ
     : service_(service),
       traceparent_(TraceparentOf(*context)),
       peer_(context->peer()),
-      arrival_ns_(service.clock->NowNs()),
-      deadline_ns_(DeadlineOf(*context, *service.clock)),
+      deadline_(*context, *service.clock),
       context_(context) {}
 
 grpc::ServerWriteReactor<grpc::ByteBuffer>* PrefillReactor::Start(
@@ -83,7 +76,7 @@ absl::StatusOr<std::shared_ptr<engine::PrefillCall>> PrefillReactor::Submit(
   if (!tenant.ok()) return tenant.status();
   request->tenant = *std::move(tenant);
   request->request_id = request_id_;
-  request->deadline_ns = deadline_ns_;
+  request->deadline_ns = deadline_.ns();
   Log(LogLevel::kDebug, "prefill received",
       {{"request_id", request_id_}, {"prompt_tokens", prompt_tokens_}, {"peer", peer_}});
   return (*engine)->Submit(*std::move(request));
@@ -145,7 +138,7 @@ void PrefillReactor::OnWriteDone(bool ok) {
 // The engine counts what it had to cancel; not a call whose last event was already on its way.
 absl::Status PrefillReactor::AbandonLocked() {
   const std::optional<absl::Status> status = call_->status();
-  const bool expired = DeadlinePassed();
+  const bool expired = deadline_.Passed();
   if (!status) {
     call_->Cancel(expired);
   } else if (status->ok() && !cancelled_ && !stalled_) {
@@ -157,14 +150,7 @@ absl::Status PrefillReactor::AbandonLocked() {
     return engine::WithDetails(absl::ResourceExhaustedError("the client took nothing for too long"),
                                {"", "SLOW_READER", std::nullopt});
   }
-  if (expired) return absl::DeadlineExceededError("the deadline passed during the call");
-  return absl::CancelledError("the client went away");
-}
-
-bool PrefillReactor::DeadlinePassed() const {
-  if (!deadline_ns_) return false;
-  const int64_t slack = kDeadlineSlackNs + (*deadline_ns_ - arrival_ns_) / kDeadlineSlackShare;
-  return service_.clock->NowNs() + slack >= *deadline_ns_;
+  return CancelStatus(expired);
 }
 
 void PrefillReactor::OnCancel() {

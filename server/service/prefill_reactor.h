@@ -56,16 +56,14 @@ class PrefillReactor final : public grpc::ServerWriteReactor<grpc::ByteBuffer>,
   void PrepareLocked(const engine::Event& event);
   // Tells the engine that nobody reads any more; the status to end with.
   absl::Status AbandonLocked();
-  bool DeadlinePassed() const;
 
   const ServiceContext service_;
   const SteadyTime started_ = std::chrono::steady_clock::now();
   std::string traceparent_, request_id_;
   std::string peer_;
   int64_t prompt_tokens_ = 0;
-  const int64_t arrival_ns_;
-  const std::optional<int64_t> deadline_ns_;  // on the engine's clock
-  std::shared_ptr<PrefillReactor> self_;      // until OnDone
+  const CallDeadline deadline_;
+  std::shared_ptr<PrefillReactor> self_;  // until OnDone
 
   std::mutex mutex_;
   std::shared_ptr<engine::PrefillCall> call_;

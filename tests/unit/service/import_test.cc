@@ -144,6 +144,19 @@ TEST_F(ImportTest, AClientThatLeavesIsForgotten) {
   }));
 }
 
+TEST_F(ImportTest, ADeadlineIsNotAClientThatLeft) {
+  const auto context = Context(300);
+  v1::SnapshotRef ref;
+  auto writer = stub_->ImportSnapshot(context.get(), &ref);
+  ASSERT_TRUE(writer->Write(Header()));
+  EXPECT_EQ(writer->Finish().error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  EXPECT_TRUE(Eventually([&] {
+    return Sample(
+               "sparsegdn_requests_total{code=\"DEADLINE_EXCEEDED\",method=\"ImportSnapshot\"}") ==
+           1;
+  }));
+}
+
 TEST_F(ImportTest, AStalledWriterIsCut) {
   ServerConfig config = LoopbackConfig();
   config.slow_reader_timeout_seconds = 0.2;
