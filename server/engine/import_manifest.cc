@@ -173,8 +173,7 @@ absl::StatusOr<ImportPlan> PlanImport(const Manifest& manifest, const model::Mod
     if (absl::Status s = CheckTensor(tensor, field, model, *expected); !s.ok()) return s;
     *expected->id = static_cast<int32_t>(i);
     total += tensor.bytes;
-    plan.held_bytes.push_back(std::max(static_cast<int64_t>(tensor.bytes), expected->kept_bytes));
-    plan.total_held_bytes += plan.held_bytes.back();
+    plan.total_held_bytes += std::max(static_cast<int64_t>(tensor.bytes), expected->kept_bytes);
   }
   if (absl::Status s = CheckComplete(plan, layout); !s.ok()) return s;
   if (manifest.total_bytes != total) {

@@ -17,8 +17,7 @@ struct ImportPlan {
   int64_t position = 0;
   std::vector<TensorInfo> tensors;
   std::vector<LayerTensors> layers;  // ids by model layer
-  std::vector<int64_t> held_bytes;   // of each tensor: the larger of uploaded and kept size
-  int64_t total_held_bytes = 0;
+  int64_t total_held_bytes = 0;      // over the tensors, the larger of uploaded and kept size
 };
 
 // Every linear layer has its recurrent state (FP32, BF16, or FP8 with its scale; either layout) and

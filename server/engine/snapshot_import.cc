@@ -92,21 +92,41 @@ absl::Status ImportState::AddLocked(uint32_t id, uint64_t byte_offset, std::stri
   }
   if (data.empty()) return absl::OkStatus();
   Tensor& tensor = tensors_[id];
-  if (tensor.have.empty()) {
-    if (!reservation_) {
-      absl::StatusOr<std::unique_ptr<SnapshotTable::Reservation>> reservation =
-          table_.Reserve(0, nullptr);
-      if (!reservation.ok()) return reservation.status();
-      reservation_ = *std::move(reservation);
-    }
-    if (absl::Status s = reservation_->Grow(plan_.held_bytes[id]); !s.ok()) return s;
-    tensor.bytes.resize(info.bytes);
-  }
   if (absl::Status s = Mark(tensor, field, byte_offset, byte_offset + data.size()); !s.ok()) {
     return s;
   }
-  std::copy(data.begin(), data.end(), tensor.bytes.begin() + static_cast<int64_t>(byte_offset));
+  const int64_t extra = byte_offset == tensor.bytes.size() ? 0 : kImportPieceBytes;
+  if (absl::Status s = Charge(static_cast<int64_t>(data.size()) + extra); !s.ok()) return s;
+  Store(tensor, byte_offset, data, info.bytes);
   return absl::OkStatus();
+}
+
+absl::Status ImportState::Charge(int64_t bytes) {
+  if (!reservation_) {
+    absl::StatusOr<std::unique_ptr<SnapshotTable::Reservation>> reservation =
+        table_.Reserve(0, nullptr);
+    if (!reservation.ok()) return reservation.status();
+    reservation_ = *std::move(reservation);
+  }
+  if (absl::Status s = reservation_->Grow(bytes); !s.ok()) return s;
+  charged_bytes_ += bytes;
+  return absl::OkStatus();
+}
+
+void ImportState::Store(Tensor& tensor, uint64_t begin, std::string_view data,
+                        uint64_t tensor_bytes) {
+  if (begin != tensor.bytes.size()) {
+    tensor.ahead.emplace(begin, data);
+    return;
+  }
+  // Addresses for the whole tensor at once, so that nothing is copied again; the pages of a large
+  // buffer become memory only as bytes come.
+  if (tensor.bytes.empty()) tensor.bytes.reserve(tensor_bytes);
+  tensor.bytes.append(data);
+  while (!tensor.ahead.empty() && tensor.ahead.begin()->first == tensor.bytes.size()) {
+    tensor.bytes.append(tensor.ahead.begin()->second);
+    tensor.ahead.erase(tensor.ahead.begin());
+  }
 }
 
 absl::Status ImportState::Mark(Tensor& tensor, const std::string& field, uint64_t begin,
@@ -147,10 +167,9 @@ absl::StatusOr<SnapshotRef> ImportState::Finish(uint64_t digest) {
 absl::StatusOr<SnapshotRef> ImportState::FinishLocked(uint64_t digest) {
   if (absl::Status s = CheckComplete(digest); !s.ok()) return s;
   if (absl::Status s = CheckFinite(); !s.ok()) return s;
-  if (!reservation_) {  // a model without any byte of state at this position
-    absl::StatusOr<std::unique_ptr<SnapshotTable::Reservation>> none = table_.Reserve(0, nullptr);
-    if (!none.ok()) return none.status();
-    reservation_ = *std::move(none);
+  const int64_t kept_bytes = layout_.kept_bytes(plan_.position);
+  if (absl::Status s = Charge(std::max<int64_t>(0, kept_bytes - charged_bytes_)); !s.ok()) {
+    return s;
   }
   auto snapshot = std::make_shared<Snapshot>();
   snapshot->position = plan_.position;
@@ -168,7 +187,7 @@ absl::StatusOr<SnapshotRef> ImportState::FinishLocked(uint64_t digest) {
   }
   SnapshotRef ref;
   ref.position = plan_.position;
-  ref.bytes = static_cast<uint64_t>(layout_.kept_bytes(plan_.position));
+  ref.bytes = static_cast<uint64_t>(kept_bytes);
   ref.ttl_seconds = ttl_seconds_;
   absl::StatusOr<std::string> id =
       table_.Commit(std::move(reservation_), std::move(snapshot), tenant_, ttl_seconds_);

@@ -20,9 +20,12 @@ namespace sparsegdn::engine {
 // Pieces of one tensor may arrive in any order, but leave at most so many gaps.
 inline constexpr size_t kMaxImportGaps = 1024;
 
-// One upload. A tensor's buffer is allocated, and reserved in the table, when its first chunk
-// arrives, so that a header alone neither costs memory nor evicts anything. Thread-safe, because
-// the executor ends idle uploads.
+// What a piece that comes ahead of its turn is charged beyond its bytes.
+inline constexpr int64_t kImportPieceBytes = 128;
+
+// One upload. It holds, and is charged in the table for, the bytes that came, so that neither a
+// header nor one byte of each tensor costs memory or evicts anything; Finish reserves what the
+// kept form takes beyond them. Thread-safe, because the executor ends idle uploads.
 class ImportState {
  public:
   ImportState(ImportPlan plan, const Layout& layout, SnapshotTable& table, const Clock* clock,
@@ -37,12 +40,15 @@ class ImportState {
 
  private:
   struct Tensor {
-    std::string bytes;
-    std::map<uint64_t, uint64_t> have;  // begin to end, disjoint, not touching
+    std::string bytes;                      // from the front on, as far as there is no gap
+    std::map<uint64_t, std::string> ahead;  // pieces beyond a gap
+    std::map<uint64_t, uint64_t> have;      // begin to end, disjoint, not touching
   };
   absl::Status AddLocked(uint32_t tensor, uint64_t byte_offset, std::string_view data,
                          uint64_t hash);
   absl::Status Mark(Tensor& tensor, const std::string& field, uint64_t begin, uint64_t end);
+  static void Store(Tensor& tensor, uint64_t begin, std::string_view data, uint64_t tensor_bytes);
+  absl::Status Charge(int64_t bytes);
   absl::StatusOr<SnapshotRef> FinishLocked(uint64_t digest);
   absl::Status CheckComplete(uint64_t digest) const;
   absl::Status CheckFinite() const;
@@ -62,6 +68,7 @@ class ImportState {
   absl::Status ended_;  // OK while chunks may come
   std::vector<Tensor> tensors_;
   std::unique_ptr<SnapshotTable::Reservation> reservation_;
+  int64_t charged_bytes_ = 0;  // of the reservation
   int64_t last_ns_;
 };
 

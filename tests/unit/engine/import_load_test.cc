@@ -81,5 +81,52 @@ TEST(ImportLoad, TheExecutorGoesOnWhileAnUploadFinishes) {
   EXPECT_TRUE(ref.ok()) << ref.status();
 }
 
+TEST(ImportLoad, IsChargedForWhatCameAndEvictsNobodyForLess) {
+  const int64_t kept = engine::Layout(SmallHybridInfo()).kept_bytes(100);
+  engine::EngineConfig config = Harness::DenseConfig();
+  config.kept_snapshot_bytes = 2 * kept + 4000;
+  Harness h({}, config);
+  PrefillRequest request = AfterLast(100);
+  request.keep_snapshot = true;
+  const Upload upload = UploadOf(h.Complete(request));
+  ASSERT_TRUE(h.Complete(request).status->ok());
+  ASSERT_EQ(h.engine().gauges().kept_snapshots, 2);
+  ASSERT_EQ(h.engine().gauges().kept_snapshot_bytes, 2 * kept);
+  {
+    auto import = *h.engine().BeginImport(upload.manifest, 50, "t");
+    int64_t charged = 0;
+    for (uint32_t t = 0; t < upload.tensors.size(); ++t) {
+      const std::string& bytes = upload.tensors[t];
+      const std::string first = bytes.substr(0, 1), last = bytes.substr(bytes.size() - 1);
+      ASSERT_TRUE(import->Add(t, 0, first, engine::Xxh3(first)).ok());
+      ASSERT_TRUE(import->Add(t, bytes.size() - 1, last, engine::Xxh3(last)).ok());
+      charged += 2 + engine::kImportPieceBytes;
+    }
+    EXPECT_EQ(h.engine().gauges().kept_snapshots, 2) << "a few bytes evict nobody";
+    EXPECT_EQ(h.engine().gauges().kept_snapshot_bytes, 2 * kept + charged);
+  }
+  EXPECT_EQ(h.engine().gauges().kept_snapshot_bytes, 2 * kept);
+  ASSERT_TRUE(Send(h, upload).ok());
+  EXPECT_EQ(h.engine().gauges().kept_snapshots, 2) << "a whole one takes the oldest one's place";
+  EXPECT_EQ(h.engine().gauges().kept_snapshot_bytes, 2 * kept);
+}
+
+// BF16 and FP8 states take more when kept than they took to send.
+TEST(ImportLoad, TheWiderKeptFormIsReservedBeforeItIsMade) {
+  for (const ExportDType dtype : {ExportDType::kBF16, ExportDType::kF8E4M3}) {
+    const int64_t kept = engine::Layout(SmallHybridInfo()).kept_bytes(100);
+    engine::EngineConfig config = Harness::DenseConfig();
+    config.kept_snapshot_bytes = 2 * kept;
+    Harness h({}, config);
+    PrefillRequest request = AfterLast(100);
+    request.outputs.state_dtype = dtype;
+    const Upload upload = UploadOf(h.Complete(request));
+    for (int i = 0; i < 3; ++i) {
+      ASSERT_TRUE(Send(h, upload).ok());
+      EXPECT_EQ(h.engine().gauges().kept_snapshot_bytes, std::min(i + 1, 2) * kept);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace sparsegdn::testing
