@@ -166,31 +166,18 @@ absl::StatusOr<SnapshotRef> ImportState::Finish(uint64_t digest) {
 
 absl::StatusOr<SnapshotRef> ImportState::FinishLocked(uint64_t digest) {
   if (absl::Status s = CheckComplete(digest); !s.ok()) return s;
-  if (absl::Status s = CheckFinite(); !s.ok()) return s;
   const int64_t kept_bytes = layout_.kept_bytes(plan_.position);
   if (absl::Status s = Charge(std::max<int64_t>(0, kept_bytes - charged_bytes_)); !s.ok()) {
     return s;
   }
-  auto snapshot = std::make_shared<Snapshot>();
-  snapshot->position = plan_.position;
-  snapshot->layers.resize(plan_.layers.size());
-  for (size_t i = 0; i < plan_.layers.size(); ++i) {
-    const LayerTensors& ids = plan_.layers[i];
-    Snapshot::Layer& layer = snapshot->layers[i];
-    if (ids.recurrent >= 0) {
-      layer.recurrent = TakeRecurrent(ids);
-      layer.conv = TakeConv(ids.conv);
-    } else if (plan_.position > 0) {
-      layer.key.push_back(TakeKv(ids.key));
-      layer.value.push_back(TakeKv(ids.value));
-    }
-  }
+  absl::StatusOr<std::shared_ptr<const Snapshot>> snapshot = MakeSnapshot();
+  if (!snapshot.ok()) return snapshot.status();
   SnapshotRef ref;
   ref.position = plan_.position;
   ref.bytes = static_cast<uint64_t>(kept_bytes);
   ref.ttl_seconds = ttl_seconds_;
   absl::StatusOr<std::string> id =
-      table_.Commit(std::move(reservation_), std::move(snapshot), tenant_, ttl_seconds_);
+      table_.Commit(std::move(reservation_), *std::move(snapshot), tenant_, ttl_seconds_);
   if (!id.ok()) return id.status();
   ref.snapshot_id = *std::move(id);
   return ref;
@@ -215,16 +202,34 @@ absl::Status ImportState::CheckComplete(uint64_t digest) const {
   return absl::OkStatus();
 }
 
-absl::Status ImportState::CheckFinite() const {
-  for (size_t i = 0; i < tensors_.size(); ++i) {
-    const TensorInfo& info = plan_.tensors[i];
-    const int64_t n = static_cast<int64_t>(info.bytes) / ElementBytes(info.dtype);
-    if (!AllFinite(tensors_[i].bytes.data(), info.dtype, n)) {
-      return Refuse(absl::StatusCode::kInvalidArgument, "chunk of " + info.name, "NON_FINITE",
-                    "holds NaN or Inf");
+// Finiteness is checked in the kept form: a finite FP8 scale may overflow with its codes, and a
+// finite FP32 key rounds up to a BF16 infinity.
+absl::StatusOr<std::shared_ptr<const Snapshot>> ImportState::MakeSnapshot() {
+  auto snapshot = std::make_shared<Snapshot>();
+  snapshot->position = plan_.position;
+  snapshot->layers.resize(plan_.layers.size());
+  absl::Status status;
+  const auto checked = [&](Blob blob, ExportDType dtype, int32_t id) {
+    const int64_t n = static_cast<int64_t>(blob->size()) / ElementBytes(dtype);
+    if (status.ok() && !AllFinite(blob->data(), dtype, n)) {
+      status = Refuse(absl::StatusCode::kInvalidArgument, "chunk of " + plan_.tensors[id].name,
+                      "NON_FINITE", "holds NaN or Inf, or a value that overflows when kept");
+    }
+    return blob;
+  };
+  for (size_t i = 0; status.ok() && i < plan_.layers.size(); ++i) {
+    const LayerTensors& ids = plan_.layers[i];
+    Snapshot::Layer& layer = snapshot->layers[i];
+    if (ids.recurrent >= 0) {
+      layer.recurrent = checked(TakeRecurrent(ids), ExportDType::kF32, ids.recurrent);
+      layer.conv = checked(TakeConv(ids.conv), layout_.compute, ids.conv);
+    } else if (plan_.position > 0) {
+      layer.key.push_back(checked(TakeKv(ids.key), layout_.compute, ids.key));
+      layer.value.push_back(checked(TakeKv(ids.value), layout_.compute, ids.value));
     }
   }
-  return absl::OkStatus();
+  if (!status.ok()) return status;
+  return snapshot;
 }
 
 Blob ImportState::TakeRecurrent(const LayerTensors& ids) {

@@ -51,7 +51,7 @@ class ImportState {
   absl::Status Charge(int64_t bytes);
   absl::StatusOr<SnapshotRef> FinishLocked(uint64_t digest);
   absl::Status CheckComplete(uint64_t digest) const;
-  absl::Status CheckFinite() const;
+  absl::StatusOr<std::shared_ptr<const Snapshot>> MakeSnapshot();
   Blob TakeRecurrent(const LayerTensors& ids);
   Blob TakeConv(int32_t id);
   Blob TakeKv(int32_t id);

@@ -190,5 +190,31 @@ TEST(Import, DataThatIsNotWholeOrNotSound) {
   ExpectRefused(rows);
 }
 
+void ExpectNonFinite(Harness& h, Upload upload, const std::string& name, size_t at, float value) {
+  std::memcpy(upload.tensors[upload.IdOf(name)].data() + at, &value, 4);
+  upload.Cut(300);
+  upload.Digest();
+  const auto ref = Send(h, upload);
+  ASSERT_FALSE(ref.ok()) << name;
+  EXPECT_EQ(engine::DetailsOf(ref.status()).reason, "NON_FINITE") << ref.status();
+  EXPECT_EQ(h.engine().gauges().kept_snapshots, 0);
+  EXPECT_EQ(h.engine().gauges().kept_snapshot_bytes, 0);
+}
+
+TEST(Import, FiniteBytesWhoseValuesOverflowWhenKept) {
+  FakeRunnerOptions options;
+  options.info = SmallHybridInfo(DType::kBF16);
+  Harness h(options);
+  engine::PrefillRequest request = AfterLast(100);
+  request.outputs.state_dtype = ExportDType::kF8E4M3;
+  request.outputs.kv_dtype = ExportDType::kF32;
+  const Upload whole = UploadOf(h.Complete(request));
+  // Each row's largest code is 448.
+  ExpectNonFinite(h, whole, "layers.1.recurrent_state_scale", 8, 1e38f);
+  // Halfway to the next power of two and more: to BF16 it rounds up to infinity.
+  ExpectNonFinite(h, whole, "layers.2.value", 400, std::numeric_limits<float>::max());
+  ASSERT_TRUE(Send(h, whole).ok());
+}
+
 }  // namespace
 }  // namespace sparsegdn::testing
