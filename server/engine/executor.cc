@@ -117,7 +117,11 @@ EngineImpl::RequestPtr EngineImpl::NextAdmission(const EngineLimits& limits) {
     if (request.plan.tokens_to_run() > 0) {
       const bool is_long = request.plan.tokens_to_run() > request.plan.chunk_tokens;
       const int32_t free = runner_->free_slots();
-      if (free == 0 || (free == 1 && reserve_last && is_long)) continue;
+      if (free == 0) continue;
+      if (free == 1 && reserve_last && is_long && request.bypassed < kMaxBypass) {
+        passed.push_back(&request);
+        continue;
+      }
       absl::StatusOr<int32_t> slot = runner_->Acquire(request.plan.end_position);
       if (!slot.ok()) {
         // No KV room now. Smaller ones may go first, but not for ever.

@@ -15,7 +15,8 @@ namespace sparsegdn::engine {
 constexpr int64_t AgingSteps(size_t running) { return 8 + 2 * static_cast<int64_t>(running); }
 // A waiting request counts one priority level higher for each of these spans it has waited.
 inline constexpr int64_t kAgingWaitNs = 5'000'000'000;
-// So many others may be admitted past a request that lacks KV room; then all wait for it.
+// So many others may be admitted past a request that lacks room for its KV or frames; then all wait
+// for it. After as many a long request may take the slot that is kept for short ones.
 inline constexpr int32_t kMaxBypass = 64;
 // From this many slots on, the last free one is kept for requests of a single chunk, so that long
 // prompts cannot hold every slot against short ones.

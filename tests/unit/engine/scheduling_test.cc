@@ -138,6 +138,28 @@ TEST(Fairness, TheLastSlotIsForShortPrompts) {
   EXPECT_EQ(h.observer.computed, 5);
 }
 
+TEST(Fairness, ALongPromptIsNotKeptFromTheLastSlotForEver) {
+  engine::EngineConfig config = Harness::DenseConfig();
+  config.limits.max_buffered_bytes_per_call = 100'000;  // unread, a long one stops in its slot
+  Harness h({}, config);
+  std::vector<std::shared_ptr<engine::PrefillCall>> stopped;
+  for (int i = 0; i < 3; ++i) stopped.push_back(h.Submit(Harness::Prompt(10000 + i, i)));
+  h.RunRounds();
+  const auto last = h.Submit(Harness::Prompt(10003));
+  Collected got;
+  int shorts = 0;
+  for (; shorts < 200 && !got.status; ++shorts) {
+    const auto call = h.Submit(Harness::Prompt(100, shorts));
+    for (Collected one; !one.status;) {
+      ASSERT_TRUE(h.engine().RunOneRound());
+      ReadAvailable(*call, one);
+      ReadAvailable(*last, got);
+    }
+  }
+  ASSERT_TRUE(got.status && got.status->ok());
+  EXPECT_EQ(shorts, engine::kMaxBypass + 1);
+}
+
 TEST(Admission, PriorityThenArrival) {
   FakeRunnerOptions options;
   options.limits.state_slots = 1;
