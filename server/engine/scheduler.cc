@@ -40,7 +40,10 @@ std::vector<size_t> PackStep(std::span<const Runnable> running, int64_t step,
     if (static_cast<int64_t>(chosen.size()) >= limits.max_seqs) break;
     const Runnable& r = running[i];
     if (tokens + r.chunk_tokens > limits.max_tokens) continue;
-    if (!FramesFit(bytes, r.emitted_bytes, limits.max_buffered_bytes)) continue;
+    if (!FramesFit(bytes, r.emitted_bytes, limits.max_buffered_bytes)) {
+      if (i == order.front() && step - r.last_step > span) break;
+      continue;
+    }
     chosen.push_back(i);
     tokens += r.chunk_tokens;
     bytes += r.emitted_bytes;

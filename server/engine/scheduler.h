@@ -57,7 +57,9 @@ struct StepLimits {
 
 // Indices of the requests whose next chunk runs in step `step`, each whole. First by priority with
 // aging, then those that have not run yet, then the one that ran longest ago (round-robin), then
-// the shortest, then arrival. The first in order always fits. `limits.started_first` turns the
+// the shortest, then arrival. The first in order always fits, but for unread frames that leave no
+// room for its own: smaller ones then pass it for one span of AgingSteps, and after that nobody
+// runs until readers (or the slow readers' end) have made room. `limits.started_first` turns the
 // second rule round; set it after a step in which only new ones ran while others waited
 // (NewOnesTookTheStep). So however many long prompts run, a short one that is admitted during a
 // step waits for one more at most, unless other new or higher ones fill it, and however many new

@@ -111,6 +111,28 @@ TEST(PackStep, BufferedBytesBoundTheStepButNeverAllOfIt) {
   EXPECT_EQ(PackStep(running, 1, limits), (Order{0}));
 }
 
+// Small chunks whose frames are read two steps later keep 60 of 100 bytes occupied at any time.
+TEST(PackStep, ALargeChunkIsNotPassedOverForEverByFramesOfSmallOnes) {
+  std::vector<Runnable> running = {Long(0, 0), Long(1, 0), Long(2, 0)};
+  running[0].emitted_bytes = 80;
+  running[1].emitted_bytes = running[2].emitted_bytes = 30;
+  StepLimits limits = Limits(2048, 1);
+  limits.max_buffered_bytes = 100;
+  int64_t unread[2] = {30, 30}, turn = -1, passed = 0;
+  for (int64_t step = 1; step < 1000 && turn < 0; ++step) {
+    limits.buffered_bytes = unread[0] + unread[1];
+    const Order chosen = PackStep(running, step, limits);
+    unread[step % 2] = 0;
+    for (const size_t i : chosen) {
+      running[i].last_step = step;
+      unread[step % 2] = running[i].emitted_bytes;
+      (i == 0 ? turn : passed) = i == 0 ? step : passed + 1;
+    }
+  }
+  EXPECT_EQ(passed, AgingSteps(3)) << "small ones pass it for one span, not at once never";
+  EXPECT_GT(turn, 0) << "the large one never ran";
+}
+
 TEST(PackStep, NeverBeyondItsLimitsAndNeverEmpty) {
   std::mt19937 rng(3);
   for (int trial = 0; trial < 2000; ++trial) {
