@@ -129,7 +129,7 @@ void EngineImpl::ReleaseSlot(Request& request) {
 
 // The gauges no longer count the request when its reader sees the end.
 void EngineImpl::Close(Request& request, absl::Status status) {
-  if (request.admitted_ns > 0) running_count_.fetch_sub(1, std::memory_order_relaxed);
+  if (request.admitted) running_count_.fetch_sub(1, std::memory_order_relaxed);
   request.stream->Close(std::move(status));
   active_.fetch_sub(1, std::memory_order_acq_rel);
 }

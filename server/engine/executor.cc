@@ -147,6 +147,7 @@ EngineImpl::RequestPtr EngineImpl::NextAdmission(const EngineLimits& limits) {
 
 void EngineImpl::Start(RequestPtr request) {
   Request& r = *request;
+  r.admitted = true;
   r.admitted_ns = clock_->NowNs();
   running_count_.fetch_add(1, std::memory_order_relaxed);
   r.position = r.plan.first_position;

@@ -26,9 +26,10 @@ struct Request {
 
   uint64_t sequence = 0;  // of arrival
   int64_t arrival_ns = 0;
-  int64_t admitted_ns = 0;
-  int64_t paused_ns = -1;  // since when its unread frames stop it; -1: they do not
-  int32_t bypassed = 0;    // admissions past it
+  bool admitted = false;
+  int64_t admitted_ns = 0;  // once admitted
+  int64_t paused_ns = -1;   // since when its unread frames stop it; -1: they do not
+  int32_t bypassed = 0;     // admissions past it
   int32_t slot = -1;
   bool first_frame_seen = false;
 

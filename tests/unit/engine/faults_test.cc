@@ -318,6 +318,15 @@ TEST(SlowReader, TheBoundOverAllCallsHoldsForCallsWithNothingToRun) {
   h.ExpectNoLeak();
 }
 
+TEST(Gauges, RunningRequestsAreCountedAtAnyTimeOfTheClock) {
+  for (const double seconds : {-1.0, -5.0}) {  // the clock stands at 1 s: zero, and before it
+    Harness h;
+    h.clock.AdvanceSeconds(seconds);
+    EXPECT_TRUE(h.Complete(Harness::Prompt(100)).status->ok());
+    h.ExpectNoLeak();
+  }
+}
+
 TEST(Drain, FinishesWhatItHasAndRefusesTheRest) {
   Harness h;
   const auto call = h.Submit(Harness::Prompt(10000));
