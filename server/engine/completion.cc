@@ -66,7 +66,7 @@ bool EngineImpl::ReapQueue(int64_t now) {
     for (RequestPtr& request : waiting_) {
       absl::Status reason = StopReason(*request, now);
       if (reason.ok()) continue;
-      waiting_tokens_ -= static_cast<int64_t>(request->plan.request.tokens.size());
+      CountQueued(*request, -1);
       out.emplace_back(std::move(request), std::move(reason));
     }
     std::erase(waiting_, nullptr);
@@ -146,7 +146,7 @@ void EngineImpl::FailDead() {
   {
     std::lock_guard lock(queue_mutex_);
     waiting.swap(waiting_);
-    waiting_tokens_ = 0;
+    waiting_tokens_ = waiting_bytes_ = 0;
   }
   for (const RequestPtr& request : running_) {
     Fail(*request, Refuse(absl::StatusCode::kInternal, "", "DEVICE_LOST",

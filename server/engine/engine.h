@@ -28,6 +28,7 @@ class Clock {
 struct EngineLimits {
   uint32_t max_queue_requests = 256;
   int64_t max_queue_tokens = 4 << 20;
+  int64_t max_queue_bytes = 256 << 20;             // host memory of queued requests
   int64_t max_prompt_tokens = 0;                   // 0: the model's context limit
   int64_t max_buffered_bytes_per_call = 64 << 20;  // unread frames before a call is paused
   int64_t max_buffered_bytes = int64_t{1} << 30;   // over all calls, unread frames
@@ -68,6 +69,7 @@ struct EngineGauges {
   int64_t queue_requests = 0, queue_tokens = 0, running_requests = 0;
   int64_t free_slots = 0, free_kv_tokens = 0;
   int64_t kept_snapshots = 0, kept_snapshot_bytes = 0, buffered_bytes = 0;
+  int64_t queue_bytes = 0;
 };
 
 // One call's stream of events, from Submit until its end. Thread-safe.

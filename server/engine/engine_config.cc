@@ -20,6 +20,7 @@ absl::Status ValidateLimits(const EngineLimits& limits) {
   absl::Status status;
   status.Update(AtLeast("limits.max_queue_requests", limits.max_queue_requests, 1));
   status.Update(AtLeast("limits.max_queue_tokens", limits.max_queue_tokens, 1));
+  status.Update(AtLeast("limits.max_queue_bytes", limits.max_queue_bytes, 1));
   status.Update(AtLeast("limits.max_prompt_tokens", limits.max_prompt_tokens, 0));
   status.Update(
       AtLeast("limits.max_buffered_bytes_per_call", limits.max_buffered_bytes_per_call, 1));

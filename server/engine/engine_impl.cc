@@ -95,17 +95,28 @@ int64_t EngineImpl::RetryMs() const {
       std::clamp<double>(ms, static_cast<double>(kMinRetryMs), static_cast<double>(kMaxRetryMs)));
 }
 
-absl::Status EngineImpl::CheckQueue(const RequestPlan& plan) const {
+void EngineImpl::CountQueued(const Request& request, int64_t sign) {
+  waiting_tokens_ += sign * static_cast<int64_t>(request.plan.request.tokens.size());
+  waiting_bytes_ += sign * request.queued_bytes;
+}
+
+absl::Status EngineImpl::CheckQueue(const Request& request) const {
   if (waiting_.size() >= limits_.max_queue_requests) {
     return Refuse(absl::StatusCode::kResourceExhausted, "", "QUEUE_FULL",
                   absl::StrCat("the queue holds ", waiting_.size(), " requests, its limit"),
                   RetryMs());
   }
-  const int64_t tokens = static_cast<int64_t>(plan.request.tokens.size());
+  const int64_t tokens = static_cast<int64_t>(request.plan.request.tokens.size());
   if (waiting_tokens_ + tokens > limits_.max_queue_tokens) {
     return Refuse(absl::StatusCode::kResourceExhausted, "", "QUEUE_FULL",
                   absl::StrCat("the queue holds ", waiting_tokens_, " tokens and takes at most ",
                                limits_.max_queue_tokens, "; the request has ", tokens),
+                  RetryMs());
+  }
+  if (waiting_bytes_ + request.queued_bytes > limits_.max_queue_bytes) {
+    return Refuse(absl::StatusCode::kResourceExhausted, "", "QUEUE_FULL",
+                  absl::StrCat("the queue holds ", waiting_bytes_, " bytes and takes at most ",
+                               limits_.max_queue_bytes, "; the request has ", request.queued_bytes),
                   RetryMs());
   }
   return absl::OkStatus();
@@ -123,11 +134,12 @@ absl::StatusOr<std::shared_ptr<PrefillCall>> EngineImpl::Submit(PrefillRequest r
   auto stream = std::make_shared<EventStream>(shared_);
   auto entry = std::make_unique<Request>(*std::move(plan), stream);
   entry->arrival_ns = now;
+  entry->queued_bytes = entry->plan.QueuedBytes();
   {
     std::lock_guard lock(queue_mutex_);
     // Again under the lock, so that Drain and a device fault see every accepted request.
     if (absl::Status s = CheckOpen(); !s.ok()) return s;
-    if (absl::Status s = CheckQueue(entry->plan); !s.ok()) return s;
+    if (absl::Status s = CheckQueue(*entry); !s.ok()) return s;
     Accepted accepted;
     for (const RequestPtr& other : waiting_) {
       if (other->plan.request.priority < entry->plan.request.priority) continue;
@@ -136,7 +148,7 @@ absl::StatusOr<std::shared_ptr<PrefillCall>> EngineImpl::Submit(PrefillRequest r
     }
     stream->Push(accepted);  // nobody has a callback yet
     entry->sequence = next_sequence_++;
-    waiting_tokens_ += static_cast<int64_t>(entry->plan.request.tokens.size());
+    CountQueued(*entry, 1);
     active_.fetch_add(1, std::memory_order_acq_rel);
     waiting_.push_back(std::move(entry));
   }
@@ -167,6 +179,7 @@ EngineGauges EngineImpl::gauges() const {
     std::lock_guard lock(queue_mutex_);
     gauges.queue_requests = static_cast<int64_t>(waiting_.size());
     gauges.queue_tokens = waiting_tokens_;
+    gauges.queue_bytes = waiting_bytes_;
   }
   gauges.running_requests = running_count_;
   gauges.free_slots = free_slots_;

@@ -58,7 +58,8 @@ class EngineImpl final : public Engine {
 
   // Front.
   absl::Status CheckOpen() const;
-  absl::Status CheckQueue(const RequestPlan& plan) const;  // under queue_mutex_
+  absl::Status CheckQueue(const Request& request) const;   // under queue_mutex_
+  void CountQueued(const Request& request, int64_t sign);  // under queue_mutex_
   int64_t RetryMs() const;
   EngineLimits limits() const;
 
@@ -102,7 +103,7 @@ class EngineImpl final : public Engine {
   mutable std::mutex queue_mutex_;
   EngineLimits limits_;
   std::vector<RequestPtr> waiting_;
-  int64_t waiting_tokens_ = 0;
+  int64_t waiting_tokens_ = 0, waiting_bytes_ = 0;
   uint64_t next_sequence_ = 0;
 
   // Executor only.

@@ -139,7 +139,7 @@ EngineImpl::RequestPtr EngineImpl::NextAdmission(const EngineLimits& limits) {
     for (Request* other : passed) ++other->bypassed;
     RequestPtr taken = std::move(waiting_[i]);
     waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(i));
-    waiting_tokens_ -= static_cast<int64_t>(taken->plan.request.tokens.size());
+    CountQueued(*taken, -1);
     return taken;
   }
   return nullptr;

@@ -164,6 +164,22 @@ int64_t RequestPlan::MaxChunkBytes() const {
   return most;
 }
 
+int64_t RequestPlan::QueuedBytes() const {
+  size_t bytes = sizeof(RequestPlan) + sizeof(Manifest);
+  bytes += request.tokens.capacity() * sizeof(int32_t);
+  bytes += (request.outputs.logits_positions.capacity() + runner_logits.capacity() +
+            checkpoints.capacity()) *
+           sizeof(int64_t);
+  bytes += final_tensors.capacity() * sizeof(LayerTensors);
+  for (const std::vector<LayerTensors>& row : checkpoint_tensors) {
+    bytes += sizeof(row) + row.capacity() * sizeof(LayerTensors);
+  }
+  for (const TensorInfo& tensor : manifest->tensors) {
+    bytes += sizeof(tensor) + tensor.name.capacity() + tensor.shape.capacity() * sizeof(int64_t);
+  }
+  return static_cast<int64_t>(bytes);
+}
+
 absl::Status PlanTensors(const Layout& layout, const std::string& identity, int32_t vocab_size,
                          RequestPlan& plan) {
   const Outputs& outputs = plan.request.outputs;

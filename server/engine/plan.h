@@ -50,6 +50,9 @@ struct RequestPlan {
   // Bytes that the chunk [begin, end) puts on the stream.
   int64_t EmittedBytes(int64_t begin, int64_t end) const;
   int64_t MaxChunkBytes() const;
+  // Host memory that the request holds while it waits: tokens, lists and the manifest. The snapshot
+  // to resume from counts in its table.
+  int64_t QueuedBytes() const;
 
   int64_t state_bytes = 0;   // one set of states and conv states, as returned
   int64_t kv_row_bytes = 0;  // keys and values of one token over all layers, as returned

@@ -25,6 +25,7 @@ struct Request {
   std::unique_ptr<SnapshotTable::Reservation> reservation;  // with keep_snapshot
 
   uint64_t sequence = 0;  // of arrival
+  int64_t queued_bytes = 0;
   int64_t arrival_ns = 0;
   bool admitted = false;
   int64_t admitted_ns = 0;  // once admitted

@@ -167,6 +167,10 @@ absl::Status CheckFits(const ValidationContext& context, const RequestPlan& plan
     return NeverFits("token_ids", absl::StrCat("got ", tokens, " tokens, but the queue holds ",
                                                context.limits.max_queue_tokens));
   }
+  if (const int64_t bytes = plan.QueuedBytes(); bytes > context.limits.max_queue_bytes) {
+    return NeverFits("", absl::StrCat("the request takes ", bytes, " bytes with its plan, but the ",
+                                      "queue holds ", context.limits.max_queue_bytes));
+  }
   if (!context.layout.full_layers.empty()) {
     const int64_t block = std::max<int64_t>(1, context.runner.kv_block_tokens);
     const int64_t needed = (plan.end_position + block - 1) / block * block;

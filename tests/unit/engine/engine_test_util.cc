@@ -162,6 +162,7 @@ void Harness::ExpectNoLeak() const {
   EXPECT_EQ(gauges.running_requests, 0);
   EXPECT_EQ(gauges.queue_requests, 0);
   EXPECT_EQ(gauges.queue_tokens, 0);
+  EXPECT_EQ(gauges.queue_bytes, 0);
   EXPECT_EQ(gauges.buffered_bytes, 0);
   EXPECT_EQ(log->counts().acquires, log->counts().releases);
 }

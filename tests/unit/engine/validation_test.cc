@@ -248,6 +248,30 @@ TEST(NeverFits, ManyCheckpointsAreRefusedBeforeTheirManifestIsBuilt) {
             "INVALID_ARGUMENT outputs.checkpoint_every INVALID_FIELD");
 }
 
+// Tokens are 4 bytes each; a checkpoint is tensors of the manifest, whatever the tokens.
+TEST(QueueFull, ByBytesOfTokensAndPlans) {
+  engine::EngineConfig config = Harness::DenseConfig();
+  config.limits.max_queue_bytes = 100'000;
+  Harness h({}, config);
+  EXPECT_EQ(Describe(h.SubmitError(Harness::Prompt(25'000))), "RESOURCE_EXHAUSTED  NEVER_FITS");
+  const PrefillRequest request = Harness::Prompt(10'000);
+  const auto plain = h.Submit(request);
+  EXPECT_GT(h.engine().gauges().queue_bytes, 40'000);
+  EXPECT_LT(h.engine().gauges().queue_bytes, 50'000);
+  PrefillRequest checkpoints = request;  // fits alone
+  checkpoints.outputs.checkpoint_every = 256;
+  const absl::Status status = h.SubmitError(checkpoints);
+  EXPECT_EQ(Describe(status), "RESOURCE_EXHAUSTED  QUEUE_FULL");
+  EXPECT_GE(engine::DetailsOf(status).retry_after_ms.value_or(0), 100);
+  const auto second = h.Submit(request);
+  second->Cancel(false);
+  Collected got;
+  while (!got.status && h.engine().RunOneRound()) ReadAvailable(*plain, got);
+  ReadAvailable(*plain, got);
+  EXPECT_TRUE(got.status->ok());
+  h.ExpectNoLeak();
+}
+
 TEST(QueueFull, ByRequestsAndByTokensWithRetryDelay) {
   engine::EngineConfig config = Harness::DenseConfig();
   config.limits.max_queue_requests = 3;
