@@ -54,7 +54,7 @@ absl::Status EngineImpl::StopReason(const Request& request, int64_t now) const {
   if (deadline && *deadline <= now) return expired();
   if (cancel_all_) {
     return Refuse(absl::StatusCode::kUnavailable, "", "DRAINING",
-                  "the server stopped before the request was done");
+                  "the server stopped before the request was done", kReplicaRetryMs);
   }
   return absl::OkStatus();
 }

@@ -52,8 +52,9 @@ EngineImpl::~EngineImpl() {
   stopping_ = true;
   shared_->waker.Wake();
   if (executor_.joinable()) executor_.join();
-  const absl::Status closed = Refuse(absl::StatusCode::kUnavailable, "", "SHUTTING_DOWN",
-                                     "the server stopped before the request was done");
+  const absl::Status closed =
+      Refuse(absl::StatusCode::kUnavailable, "", "SHUTTING_DOWN",
+             "the server stopped before the request was done", kReplicaRetryMs);
   for (const RequestPtr& request : running_) {
     ReleaseSlot(*request);
     request->stream->Close(closed);
@@ -81,7 +82,8 @@ absl::Status EngineImpl::CheckOpen() const {
                   "the device failed; the server must restart");
   }
   if (draining_) {
-    return Refuse(absl::StatusCode::kUnavailable, "", "DRAINING", "the server is draining");
+    return Refuse(absl::StatusCode::kUnavailable, "", "DRAINING", "the server is draining",
+                  kReplicaRetryMs);
   }
   return absl::OkStatus();
 }

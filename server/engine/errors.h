@@ -20,6 +20,9 @@ inline absl::Status Refuse(absl::StatusCode code, const std::string& field,
                      StatusDetails{field, reason, retry_after_ms});
 }
 
+// For what another replica can do now, or this server after its restart.
+inline constexpr int64_t kReplicaRetryMs = 1000;
+
 inline absl::Status Invalid(const std::string& field, const std::string& message) {
   return Refuse(absl::StatusCode::kInvalidArgument, field, "INVALID_FIELD", message);
 }

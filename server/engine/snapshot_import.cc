@@ -295,7 +295,8 @@ Blob ImportState::TakeKv(int32_t id) {
 ImportRegistry::~ImportRegistry() {
   for (const auto& weak : states_) {
     if (const auto state = weak.lock()) {
-      state->End(Refuse(absl::StatusCode::kUnavailable, "", "SHUTTING_DOWN", "the server stopped"));
+      state->End(Refuse(absl::StatusCode::kUnavailable, "", "SHUTTING_DOWN", "the server stopped",
+                        kReplicaRetryMs));
     }
   }
 }

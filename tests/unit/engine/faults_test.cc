@@ -2,6 +2,7 @@
 // Each time everything is freed and the others go on.
 #include <vector>
 
+#include "server/engine/status_payload.h"
 #include "tests/unit/engine/engine_test_util.h"
 
 namespace sparsegdn::testing {
@@ -334,8 +335,11 @@ TEST(Drain, FinishesWhatItHasAndRefusesTheRest) {
   Collected got;
   ReadAvailable(*call, got);
   EXPECT_TRUE(got.status->ok());
-  EXPECT_EQ(Describe(h.SubmitError(Harness::Prompt(10))), "UNAVAILABLE  DRAINING");
-  EXPECT_EQ(Describe(h.engine().BeginImport({}, 0, "").status()), "UNAVAILABLE  DRAINING");
+  for (const absl::Status& refused :
+       {h.SubmitError(Harness::Prompt(10)), h.engine().BeginImport({}, 0, "").status()}) {
+    EXPECT_EQ(Describe(refused), "UNAVAILABLE  DRAINING");
+    EXPECT_EQ(engine::DetailsOf(refused).retry_after_ms, 1000) << "another replica may take it";
+  }
   h.ExpectNoLeak();
 }
 
@@ -350,6 +354,7 @@ TEST(Drain, CancelsWhatIsLeftAtTheDeadline) {
   Collected got;
   ReadAvailable(*call, got);
   EXPECT_EQ(Describe(*got.status), "UNAVAILABLE  DRAINING");
+  EXPECT_EQ(engine::DetailsOf(*got.status).retry_after_ms, 1000);
   EXPECT_EQ(h.log->counts().steps, 3);
   h.ExpectNoLeak();
 }

@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "server/engine/status_payload.h"
 #include "tests/unit/engine/engine_test_util.h"
 
 namespace sparsegdn::testing {
@@ -186,6 +187,7 @@ TEST(Threads, CallsOutliveTheEngine) {
     Collected got;
     ReadAvailable(*call, got);
     EXPECT_EQ(Describe(*got.status), "UNAVAILABLE  SHUTTING_DOWN");
+    EXPECT_EQ(engine::DetailsOf(*got.status).retry_after_ms, 1000);
     call->Cancel(false);
   }
   EXPECT_EQ(live->log->counts().acquires, live->log->counts().releases);
