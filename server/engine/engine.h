@@ -117,7 +117,8 @@ class Engine {
   virtual const model::ModelInfo& model_info() const = 0;
   virtual const EngineConfig& config() const = 0;
   virtual EngineGauges gauges() const = 0;
-  virtual void SetLimits(const EngineLimits& limits) = 0;
+  // INVALID_ARGUMENT names the limit that is out of range; then the old ones stay, all of them.
+  virtual absl::Status SetLimits(const EngineLimits& limits) = 0;
   // False after a fatal device error or a stuck executor: liveness fails.
   virtual bool healthy() const = 0;
 

@@ -67,13 +67,14 @@ EngineLimits EngineImpl::limits() const {
   return limits_;
 }
 
-void EngineImpl::SetLimits(const EngineLimits& limits) {
-  if (!ValidateLimits(limits).ok()) return;
+absl::Status EngineImpl::SetLimits(const EngineLimits& limits) {
+  if (absl::Status s = ValidateLimits(limits); !s.ok()) return s;
   {
     std::lock_guard lock(queue_mutex_);
     limits_ = limits;
   }
   shared_->waker.Wake();
+  return absl::OkStatus();
 }
 
 absl::Status EngineImpl::CheckOpen() const {

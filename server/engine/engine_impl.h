@@ -41,7 +41,7 @@ class EngineImpl final : public Engine {
   const model::ModelInfo& model_info() const override { return runner_->info(); }
   const EngineConfig& config() const override { return config_; }
   EngineGauges gauges() const override;
-  void SetLimits(const EngineLimits& limits) override;
+  absl::Status SetLimits(const EngineLimits& limits) override;
   bool healthy() const override;
   bool Drain(int64_t timeout_ns) override;
 

@@ -215,7 +215,7 @@ TEST(Threads, GaugesLimitsAndReleaseWhileRunning) {
       EXPECT_TRUE(live.engine->healthy());
       engine::EngineLimits limits;
       limits.max_queue_requests = 100;
-      live.engine->SetLimits(limits);
+      EXPECT_TRUE(live.engine->SetLimits(limits).ok());
     }
   });
   for (int i = 0; i < 100; ++i) {

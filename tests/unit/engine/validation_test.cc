@@ -205,8 +205,14 @@ TEST(Validation, ConfiguredPromptLimit) {
   EXPECT_TRUE(h.Complete(Harness::Prompt(50)).status->ok());
   engine::EngineLimits limits = config.limits;
   limits.max_prompt_tokens = 60;
-  h.engine().SetLimits(limits);
+  EXPECT_TRUE(h.engine().SetLimits(limits).ok());
   EXPECT_TRUE(h.Complete(Harness::Prompt(60)).status->ok());
+  limits.max_prompt_tokens = 70;
+  limits.max_queue_bytes = 0;
+  EXPECT_EQ(Describe(h.engine().SetLimits(limits)),
+            "INVALID_ARGUMENT limits.max_queue_bytes INVALID_FIELD");
+  EXPECT_EQ(Describe(h.SubmitError(Harness::Prompt(61))), "OUT_OF_RANGE token_ids PROMPT_TOO_LONG")
+      << "the old ones stay";
 }
 
 TEST(NeverFits, IsImmediateAndWithoutRetry) {

@@ -149,9 +149,10 @@ absl::Status FakeEngine::ReleaseSnapshot(const std::string& id, const std::strin
   return release;
 }
 
-void FakeEngine::SetLimits(const engine::EngineLimits& limits) {
+absl::Status FakeEngine::SetLimits(const engine::EngineLimits& limits) {
   std::lock_guard lock(mutex_);
   limits_ = limits;
+  return absl::OkStatus();
 }
 
 engine::TensorChunk MakeChunk(uint32_t tensor, uint64_t offset, std::string data) {

@@ -79,7 +79,7 @@ class FakeEngine final : public engine::Engine {
   const model::ModelInfo& model_info() const override { return info_; }
   const engine::EngineConfig& config() const override { return config_; }
   engine::EngineGauges gauges() const override { return gauges_now; }
-  void SetLimits(const engine::EngineLimits& limits) override;
+  absl::Status SetLimits(const engine::EngineLimits& limits) override;
   bool healthy() const override { return healthy_now; }
   bool Drain(int64_t timeout_ns) override { return on_drain(timeout_ns); }
 
