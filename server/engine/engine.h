@@ -51,6 +51,7 @@ class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
   enum class Stage { kQueued, kComputing, kStreaming };
+  // From arrival until the first step begins (with nothing to run: until the frames leave).
   virtual void OnQueueWait(double /*seconds*/) {}
   virtual void OnStep(int64_t /*tokens*/, int64_t /*requests*/, const model::StepStats& /*stats*/) {
   }

@@ -153,9 +153,11 @@ void EngineImpl::Start(RequestPtr request) {
   r.position = r.plan.first_position;
   r.last_step = step_;
   r.selected.assign(layout_.linear_layers.size() * static_cast<size_t>(layout_.pairs), 0);
-  observer_->OnQueueWait(static_cast<double>(r.admitted_ns - r.arrival_ns) * 1e-9);
   if (absl::Status s = Prepare(r); !s.ok()) return Fail(r, std::move(s));
-  if (r.plan.tokens_to_run() == 0) return Finish(r);
+  if (r.plan.tokens_to_run() == 0) {
+    observer_->OnQueueWait(static_cast<double>(r.admitted_ns - r.arrival_ns) * 1e-9);
+    return Finish(r);
+  }
   running_.push_back(std::move(request));
 }
 
@@ -242,7 +244,10 @@ bool EngineImpl::Step(const EngineLimits& limits) {
   std::vector<model::Chunk> chunks;
   std::vector<Request*> requests;
   int64_t tokens = 0;
+  const int64_t begin = clock_->NowNs();
   for (const size_t i : chosen) {
+    const Request& r = *running_[i];
+    if (!r.started) observer_->OnQueueWait(static_cast<double>(begin - r.arrival_ns) * 1e-9);
     requests.push_back(running_[i].get());
     chunks.push_back(ChunkOf(*running_[i], !layout_.full_layers.empty()));
     tokens += static_cast<int64_t>(chunks.back().tokens.size());
@@ -250,7 +255,6 @@ bool EngineImpl::Step(const EngineLimits& limits) {
   ++step_;
   Sink sink(std::move(requests));
   model::StepStats stats;
-  const int64_t begin = clock_->NowNs();
   step_started_ns_ = begin;
   absl::Status status = runner_->Step(chunks, sink, stats);
   step_started_ns_ = -1;

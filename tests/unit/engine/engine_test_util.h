@@ -28,7 +28,10 @@ class FakeClock final : public engine::Clock {
 
 class CountingObserver final : public engine::EngineObserver {
  public:
-  void OnQueueWait(double) override { ++queue_waits; }
+  void OnQueueWait(double seconds) override {
+    ++queue_waits;
+    last_queue_wait = seconds;
+  }
   void OnStep(int64_t tokens, int64_t, const model::StepStats&) override {
     ++steps;
     step_tokens += tokens;
@@ -45,6 +48,7 @@ class CountingObserver final : public engine::EngineObserver {
   void OnSnapshotBytes(engine::ExportDType, int64_t bytes) override { snapshot_bytes += bytes; }
   void OnSlowReader(int64_t) override { ++slow; }
 
+  std::atomic<double> last_queue_wait{-1};
   std::atomic<int64_t> queue_waits{0}, steps{0}, step_tokens{0}, computed{0}, first_frames{0},
       ready{0}, wasted_tokens{0}, expired{0}, nonfinite{0}, snapshot_bytes{0}, slow{0};
   std::atomic<int64_t> cancelled[3] = {};

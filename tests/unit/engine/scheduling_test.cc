@@ -160,6 +160,26 @@ TEST(Fairness, ALongPromptIsNotKeptFromTheLastSlotForEver) {
   EXPECT_EQ(shorts, engine::kMaxBypass + 1);
 }
 
+TEST(Admission, TheQueueWaitEndsWithTheFirstStepNotWithTheSlot) {
+  FakeRunnerOptions options;
+  options.limits.max_batch_seqs = 1;
+  Harness* harness = nullptr;
+  options.on_step = [&](auto) { harness->clock.AdvanceSeconds(1); };
+  Harness h(options);
+  harness = &h;
+  const auto first = h.Submit(Harness::Prompt(100));
+  const auto second = h.Submit(Harness::Prompt(200));
+  h.RunRounds(1);
+  EXPECT_EQ(h.engine().gauges().running_requests, 1) << "both were admitted, one has ended";
+  EXPECT_EQ(h.observer.queue_waits, 1);
+  EXPECT_EQ(h.observer.last_queue_wait, 0);
+  h.RunRounds(1);
+  EXPECT_EQ(h.observer.queue_waits, 2);
+  EXPECT_EQ(h.observer.last_queue_wait, 1);
+  EXPECT_TRUE(h.Complete(Harness::Prompt(1)).status->ok());
+  EXPECT_EQ(h.observer.queue_waits, 3) << "with nothing to run as well";
+}
+
 TEST(Admission, PriorityThenArrival) {
   FakeRunnerOptions options;
   options.limits.state_slots = 1;
