@@ -13,7 +13,6 @@ namespace sparsegdn::engine {
 
 inline constexpr int32_t kMinPriority = -8, kMaxPriority = 8;
 inline constexpr size_t kMaxRequestIdBytes = 128;
-inline constexpr size_t kMaxTenantBytes = 256;
 
 struct ValidationContext {
   const model::ModelInfo& model;

@@ -17,6 +17,7 @@ namespace sparsegdn::engine {
 inline constexpr uint32_t kSnapshotFormatVersion = 1;
 inline constexpr size_t kMaxLogitsPositions = 4096;
 inline constexpr uint32_t kMaxTopK = 1024;
+inline constexpr size_t kMaxTenantBytes = 256;
 
 // Fields absent on the wire: the configured default applies.
 struct BudgetOverrides {

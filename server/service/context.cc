@@ -4,7 +4,10 @@
 #include <cstdio>
 #include <random>
 #include <string_view>
+#include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "server/engine/status_payload.h"
 #include "server/service/status.h"
 
 namespace sparsegdn::service {
@@ -16,7 +19,6 @@ using std::chrono::system_clock;
 
 constexpr int64_t kDeadlineSlackNs = 10'000'000;
 constexpr int64_t kDeadlineSlackShare = 64;
-constexpr size_t kMaxTenantBytes = 128;
 
 bool IsLowerHex(std::string_view text) {
   return text.find_first_not_of("0123456789abcdef") == std::string_view::npos;
@@ -67,13 +69,26 @@ absl::Status CancelStatus(bool deadline_passed) {
   return absl::CancelledError("the client went away");
 }
 
-absl::StatusOr<std::string> TenantOf(const grpc::CallbackServerContext&, const std::string& field) {
-  if (field.size() > kMaxTenantBytes) {
-    return InvalidField("tenant", "TENANT_TOO_LONG",
-                        "tenant has " + std::to_string(field.size()) + " bytes, wanted at most " +
-                            std::to_string(kMaxTenantBytes));
+absl::StatusOr<std::string> TenantOf(const grpc::CallbackServerContext& context,
+                                     const std::string& field) {
+  const std::shared_ptr<const grpc::AuthContext> peer = context.auth_context();
+  const bool authenticated = peer != nullptr && peer->IsPeerAuthenticated();
+  std::string tenant = field;
+  if (authenticated) {
+    const std::vector<grpc::string_ref> names = peer->GetPeerIdentity();
+    if (names.empty() || names.front().empty()) {
+      return engine::WithDetails(
+          absl::UnauthenticatedError(
+              "the client certificate has neither a subject alternative name nor a common name"),
+          {"", "NO_PEER_NAME", std::nullopt});
+    }
+    tenant.assign(names.front().data(), names.front().size());
   }
-  return field;
+  if (tenant.size() <= engine::kMaxTenantBytes) return tenant;
+  const std::string what = authenticated ? "the client certificate's name" : "tenant";
+  return InvalidField(authenticated ? "" : "tenant", "TENANT_TOO_LONG",
+                      absl::StrCat(what, " has ", tenant.size(), " bytes, wanted at most ",
+                                   engine::kMaxTenantBytes));
 }
 
 std::string NewRequestId() {

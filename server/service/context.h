@@ -57,7 +57,9 @@ class CallDeadline {
 // Why a call whose context is cancelled ends: DEADLINE_EXCEEDED or CANCELLED.
 absl::Status CancelStatus(bool deadline_passed);
 
-// `field` counts because authentication is off. The one place to change when it is on.
+// Whose call it is. With a verified client certificate its first subject alternative name, or the
+// common name without one; `field` then counts for nothing, so that no client can name itself after
+// another. Without client certificates `field` is believed.
 absl::StatusOr<std::string> TenantOf(const grpc::CallbackServerContext& context,
                                      const std::string& field);
 

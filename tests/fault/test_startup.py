@@ -217,7 +217,86 @@ class BeforeTheModelIsLoaded(unittest.TestCase):
             self.assertLess(time.monotonic() - start, 3)
 
 
+class Authority:
+    """A certificate authority in a folder, and what it signs, all made with openssl."""
+
+    EC = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.run("req", "-x509", *self.EC, "-days", "2", "-subj", "/CN=test authority",
+                 "-keyout", "ca.key", "-out", "ca.pem")
+
+    def run(self, *args: str) -> None:
+        subprocess.run(["openssl", *args], check=True, capture_output=True, cwd=self.folder)
+
+    def sign(self, name: str, subject: str, alternative: str = "") -> tuple[bytes, bytes]:
+        """(key, certificate); also as files NAME.key and NAME.pem."""
+        self.run("req", *self.EC, "-subj", subject, "-keyout", f"{name}.key",
+                 "-out", f"{name}.csr")
+        extensions = self.folder / f"{name}.ext"
+        extensions.write_text(f"subjectAltName={alternative}\n" if alternative else "")
+        self.run("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
+                 "-CAcreateserial", "-days", "2", "-extfile", extensions.name,
+                 "-out", f"{name}.pem")
+        return self.path(f"{name}.key").read_bytes(), self.path(f"{name}.pem").read_bytes()
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+
 class Tls(unittest.TestCase):
+    def test_the_tenant_is_the_client_certificates(self):
+        with tempfile.TemporaryDirectory() as name:
+            authority = Authority(name)
+            authority.sign("server", "/CN=localhost", "DNS:localhost")
+            clients = {"alice": authority.sign("alice", "/CN=x", "URI:spiffe://t/alice,DNS:common"),
+                       "bob": authority.sign("bob", "/CN=x", "URI:spiffe://t/bob,DNS:common"),
+                       "carol": authority.sign("carol", "/CN=carol"),
+                       "nameless": authority.sign("nameless", "/O=nobody")}
+            ca = authority.path("ca.pem")
+            with Server("--tls-cert", authority.path("server.pem"),
+                        "--tls-key", authority.path("server.key"),
+                        "--tls-client-ca", ca) as server:
+                stubs = {}
+                for who, (key, cert) in clients.items():
+                    channel = grpc.secure_channel(
+                        f"localhost:{server.port}",
+                        grpc.ssl_channel_credentials(ca.read_bytes(), key, cert),
+                        options=[("grpc.use_local_subchannel_pool", 1)])
+                    self.addCleanup(channel.close)
+                    stubs[who] = prefill_pb2_grpc.PrefillServiceStub(channel)
+                self.check_tenants(server, stubs)
+                with grpc.secure_channel(f"localhost:{server.port}", grpc.ssl_channel_credentials(
+                        ca.read_bytes())) as channel:  # no certificate at all
+                    with self.assertRaises(grpc.RpcError) as caught:
+                        prefill_pb2_grpc.PrefillServiceStub(channel).GetModelInfo(
+                            pb.GetModelInfoRequest(), timeout=5)
+                    self.assertEqual(caught.exception.code(), grpc.StatusCode.UNAVAILABLE)
+
+    def check_tenants(self, server: Server, stubs: dict) -> None:
+        for owner, others in [("alice", ["bob", "carol"]), ("carol", ["alice"])]:
+            kept = server.prefill(prompt(100, keep_snapshot=pb.Keep(), tenant="bob"),
+                                  stub=stubs[owner]).result.snapshot_id
+            mine = {"alice": "spiffe://t/alice", "carol": "carol"}[owner]
+            for other in others:
+                for call in (
+                        lambda: server.prefill(prompt(9, resume_from=kept, tenant=mine),
+                                               stub=stubs[other]),
+                        lambda: stubs[other].ReleaseSnapshot(pb.ReleaseSnapshotRequest(
+                            snapshot_id=kept, tenant=mine), timeout=10)):
+                    with self.subTest(owner=owner, other=other):
+                        with self.assertRaises(grpc.RpcError) as caught:
+                            call()
+                        self.assertEqual(caught.exception.code(), grpc.StatusCode.NOT_FOUND)
+            # The field does not even narrow: only the certificate counts.
+            self.assertTrue(server.prefill(prompt(9, resume_from=kept, tenant="bob"),
+                                           stub=stubs[owner]).whole)
+            stubs[owner].ReleaseSnapshot(pb.ReleaseSnapshotRequest(snapshot_id=kept), timeout=10)
+        with self.assertRaises(grpc.RpcError) as caught:
+            server.prefill(prompt(9), stub=stubs["nameless"])
+        self.assertEqual(caught.exception.code(), grpc.StatusCode.UNAUTHENTICATED)
+
     def test_server_certificate(self):
         with tempfile.TemporaryDirectory() as name:
             cert, key = f"{name}/cert.pem", f"{name}/key.pem"

@@ -127,7 +127,7 @@ TEST_F(ServiceTest, MalformedFieldsAreRefusedBeforeTheEngine) {
       {"first_position", [](auto& r) { r.set_first_position(-1); }},
       {"request_id", [](auto& r) { r.set_request_id(std::string(129, 'x')); }},
       {"request_id", [](auto& r) { r.set_request_id("a\nb"); }},
-      {"tenant", [](auto& r) { r.set_tenant(std::string(129, 't')); }},
+      {"tenant", [](auto& r) { r.set_tenant(std::string(257, 't')); }},
       {"resume_from", [](auto& r) { r.set_resume_from(std::string(257, 's')); }},
   };
   for (const Row& row : rows) {
