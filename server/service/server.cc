@@ -213,7 +213,10 @@ absl::Status ServerImpl::WritePortFile() const {
 
 void ServerImpl::Serve(std::shared_ptr<engine::Engine> engine) {
   // Those of a reload during the load: the engine was made with the ones read at start.
-  engine->SetLimits(limits());
+  if (absl::Status status = engine->SetLimits(limits()); !status.ok()) {
+    Log(LogLevel::kError, "limits not applied, those of the start stay",
+        {{"error", std::string(status.message())}});
+  }
   metrics_.SetModel(engine->model_info());
   health_.SetServing(std::move(engine));
 }
@@ -226,11 +229,11 @@ absl::Status ServerImpl::SetLimits(const engine::EngineLimits& limits) {
         absl::StrCat("limits.max_prompt_tokens = ", limits.max_prompt_tokens,
                      ", wanted at most what the receive limit was sized for at start"));
   }
-  {
-    std::lock_guard lock(limits_mutex_);
-    limits_ = limits;
+  if (const std::shared_ptr<engine::Engine> engine = health_.engine()) {
+    if (absl::Status status = engine->SetLimits(limits); !status.ok()) return status;
   }
-  if (const std::shared_ptr<engine::Engine> engine = health_.engine()) engine->SetLimits(limits);
+  std::lock_guard lock(limits_mutex_);
+  limits_ = limits;
   return absl::OkStatus();
 }
 

@@ -33,7 +33,8 @@ class Server {
 
   // The model is loaded: SERVING, under the limits last set.
   virtual void Serve(std::shared_ptr<engine::Engine> engine) = 0;
-  // INVALID_ARGUMENT, and nothing changes, for a prompt longer than the receive limit allows.
+  // INVALID_ARGUMENT, and nothing changes, for a prompt longer than the receive limit allows or
+  // for limits that the engine refuses.
   virtual absl::Status SetLimits(const engine::EngineLimits& limits) = 0;
 
   // NOT_SERVING; new calls are refused; queued, running and streaming ones may finish until
