@@ -42,6 +42,7 @@ absl::StatusOr<EnginePtr> TryLoadEngine(const service::ServerConfig& config,
   if (!options.ok()) return options.status();
   auto runner = sparsegdn::model::LoadModel(*options);
   if (!runner.ok()) return runner.status();
+  engine_config->stuck_step_seconds = service::StuckStepSeconds(config, (*runner)->info().backend);
   auto created =
       engine::Engine::Create(*engine_config, *std::move(runner), observer, engine::Clock::Real());
   if (!created.ok()) return created.status();

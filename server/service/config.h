@@ -19,6 +19,8 @@ namespace sparsegdn::service {
 
 // Largest prompt that the receive limit is sized for when limits.max_prompt_tokens is 0.
 inline constexpr int64_t kDefaultMaxPromptTokens = int64_t{1} << 20;
+// Most that --max-batch-tokens takes.
+inline constexpr int64_t kMaxBatchTokens = int64_t{1} << 21;
 
 struct ServerConfig {
   std::string config_file;
@@ -46,17 +48,19 @@ struct ServerConfig {
   int64_t default_keep_last = 64;
 
   int64_t chunk_windows = 1;
-  int64_t max_batch_tokens = 0;  // 0: four chunks
+  int64_t max_batch_tokens = 0;  // 0: see BatchTokens
   int64_t max_batch_requests = 16;
   int64_t state_slots = 16;
   int64_t kv_tokens = 0;  // 0: what the model's context and the slots ask for, bounded
   int64_t kept_snapshot_bytes = int64_t{1} << 30;
   int64_t frame_bytes = 1 << 20;
+  std::optional<double> stuck_step_seconds;  // absent: by the backend
 
   // limits.*: reloaded on SIGHUP.
   int64_t max_prompt_tokens = 0;  // 0: the model's context
   int64_t max_queue_requests = 256;
   int64_t max_queue_tokens = 4 << 20;
+  int64_t max_queue_bytes = 256 << 20;
   int64_t max_buffered_bytes_per_call = 64 << 20;
   int64_t max_buffered_bytes = int64_t{1} << 30;
   double slow_reader_timeout_seconds = 30.0;
@@ -108,6 +112,12 @@ std::string HelpText();
 absl::StatusOr<Budget> DefaultBudget(const ServerConfig& config);
 engine::EngineLimits ToEngineLimits(const ServerConfig& config);
 absl::StatusOr<engine::EngineConfig> ToEngineConfig(const ServerConfig& config);
+// For EngineConfig. `backend` is the one that runs, as in ModelInfo. A step on a GPU that takes ten
+// minutes hangs; on a CPU a large model's may take as long, so there none counts as stuck unless
+// configured.
+double StuckStepSeconds(const ServerConfig& config, const std::string& backend);
+// Tokens of one step: --max-batch-tokens, or four chunks, at most kMaxBatchTokens.
+int64_t BatchTokens(const ServerConfig& config);
 // Bytes of the largest message a client may send: the longest prompt, or an import frame.
 int64_t ReceiveLimitBytes(const ServerConfig& config);
 

@@ -1,4 +1,5 @@
 // The table of options and everything derived from it that is not parsing.
+#include <algorithm>
 #include <cctype>
 #include <limits>
 #include <string>
@@ -17,7 +18,7 @@ const Option kOptions[] = {
     {"config", "", &C::config_file, "", 0, 0, "JSON file with any of the keys below"},
     {"model", "model.dir", &C::model_dir, "", 0, 0, "checkpoint folder (required)"},
     {"backend", "model.backend", &C::backend, "auto|cpu|cuda", 0, 0,
-     "where the model runs; auto takes CUDA when it can"},
+     "where the model runs; auto is the CPU, and cuda is refused by a build without it"},
     {"threads", "model.threads", &C::threads, "", 0, 1024,
      "CPU threads; 0 takes the cores this process may use"},
     {"round-a-log", "model.round_a_log", &C::round_a_log, "", 0, 0,
@@ -65,8 +66,8 @@ const Option kOptions[] = {
 
     {"chunk-windows", "engine.chunk_windows", &C::chunk_windows, "", 1, 512,
      "a request is cut at multiples of this many windows of 2,048 tokens"},
-    {"max-batch-tokens", "engine.max_batch_tokens", &C::max_batch_tokens, "", 0, 1 << 21,
-     "tokens of one step; 0 takes four chunks"},
+    {"max-batch-tokens", "engine.max_batch_tokens", &C::max_batch_tokens, "", 0, kMaxBatchTokens,
+     "tokens of one step, at least one chunk; 0 takes four chunks, at most 2,097,152"},
     {"max-batch-requests", "engine.max_batch_requests", &C::max_batch_requests, "", 1, 4096,
      "requests of one step"},
     {"state-slots", "engine.state_slots", &C::state_slots, "", 1, 65536,
@@ -78,6 +79,8 @@ const Option kOptions[] = {
      "memory for kept and imported snapshots"},
     {"frame-bytes", "engine.frame_bytes", &C::frame_bytes, "", 4096, 3 << 20,
      "data bytes of one TensorChunk"},
+    {"stuck-step-seconds", "engine.stuck_step_seconds", &C::stuck_step_seconds, "", 0, 86400,
+     "a step that runs longer is a device fault; 0 never; unset: 600 on a GPU, never on the CPU"},
 
     {"max-prompt-tokens", "limits.max_prompt_tokens", &C::max_prompt_tokens, "", 0, 1 << 24,
      "longest prompt; 0 takes the model's context"},
@@ -85,6 +88,8 @@ const Option kOptions[] = {
      "requests that may wait"},
     {"max-queue-tokens", "limits.max_queue_tokens", &C::max_queue_tokens, "", 1, kBig,
      "tokens that may wait"},
+    {"max-queue-bytes", "limits.max_queue_bytes", &C::max_queue_bytes, "", 1 << 10, kBig,
+     "host memory of the requests that wait"},
     {"max-buffered-bytes-per-call", "limits.max_buffered_bytes_per_call",
      &C::max_buffered_bytes_per_call, "", 1 << 16, kBig,
      "unread frames of one call before it is paused"},
@@ -196,6 +201,7 @@ engine::EngineLimits ToEngineLimits(const ServerConfig& config) {
   engine::EngineLimits limits;
   limits.max_queue_requests = static_cast<uint32_t>(config.max_queue_requests);
   limits.max_queue_tokens = config.max_queue_tokens;
+  limits.max_queue_bytes = config.max_queue_bytes;
   limits.max_prompt_tokens = config.max_prompt_tokens;
   limits.max_buffered_bytes_per_call = config.max_buffered_bytes_per_call;
   limits.max_buffered_bytes = config.max_buffered_bytes;
@@ -215,6 +221,15 @@ absl::StatusOr<engine::EngineConfig> ToEngineConfig(const ServerConfig& config) 
   result.frame_bytes = config.frame_bytes;
   result.limits = ToEngineLimits(config);
   return result;
+}
+
+double StuckStepSeconds(const ServerConfig& config, const std::string& backend) {
+  return config.stuck_step_seconds.value_or(backend == "cpu" ? 0.0 : 600.0);
+}
+
+int64_t BatchTokens(const ServerConfig& config) {
+  if (config.max_batch_tokens > 0) return config.max_batch_tokens;
+  return std::min(4 * config.chunk_windows * kWindow, kMaxBatchTokens);
 }
 
 int64_t ReceiveLimitBytes(const ServerConfig& config) {

@@ -55,10 +55,9 @@ absl::StatusOr<model::LoadOptions> ToLoadOptions(const ServerConfig& config) {
   options.backend = config.backend;
   options.num_threads = static_cast<int>(config.threads);
   options.round_a_log = config.round_a_log;
-  const int64_t chunk = config.chunk_windows * kWindow;
   model::RunnerLimits& limits = options.limits;
   limits.state_slots = static_cast<int32_t>(config.state_slots);
-  limits.max_batch_tokens = config.max_batch_tokens > 0 ? config.max_batch_tokens : 4 * chunk;
+  limits.max_batch_tokens = BatchTokens(config);
   limits.max_batch_seqs =
       static_cast<int32_t>(std::min(config.max_batch_requests, config.state_slots));
   limits.kv_block_tokens = kKvBlockTokens;

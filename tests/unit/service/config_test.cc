@@ -67,6 +67,9 @@ TEST(Config, FaultsNameWhatIsWrong) {
       {{"--default-budget", "retention", "--default-coverage", "0.5"}, {}, "is not used"},
       {{"--default-retention", "0.2", "--default-min-retention", "0.3"}, {}, "retention"},
       {{"--default-ttl-seconds", "4000"}, {}, "--default-ttl-seconds = 4000, wanted at most"},
+      {{"--max-batch-tokens", "4000", "--chunk-windows", "2"},
+       {},
+       "--max-batch-tokens = 4000, wanted at least 4096, one chunk of --chunk-windows = 2"},
       {{"--tls-cert", "c"}, {}, "--tls-cert and --tls-key"},
       {{"--tls-client-ca", "c"}, {}, "--tls-client-ca needs"},
       {{}, {"SPARSEGDN_THREDS=2"}, "unknown variable SPARSEGDN_THREDS"},
@@ -175,6 +178,27 @@ TEST(Config, DefaultBudget) {
   EXPECT_EQ(budget.solver, Solver::kExact);
   EXPECT_EQ(budget.local, LocalTerm::kNone);
   EXPECT_EQ(budget.selector, Selector::kWriteNorm);
+}
+
+TEST(Config, AStuckStepIsAFaultOnAGpuOnly) {
+  EXPECT_EQ(StuckStepSeconds(Parse({})->config, "cpu"), 0);
+  EXPECT_EQ(StuckStepSeconds(Parse({})->config, "cuda"), 600);
+  const ServerConfig never = Parse({"--stuck-step-seconds", "0"})->config;
+  EXPECT_EQ(StuckStepSeconds(never, "cuda"), 0);
+  const ServerConfig soon = Parse({"--stuck-step-seconds", "2.5"})->config;
+  EXPECT_EQ(StuckStepSeconds(soon, "cpu"), 2.5);
+}
+
+TEST(Config, AStepHoldsAChunkWhateverItsSize) {
+  EXPECT_EQ(BatchTokens(Parse({})->config), 4 * 2048);
+  EXPECT_EQ(BatchTokens(Parse({"--chunk-windows", "256"})->config), 1 << 21);
+  EXPECT_EQ(BatchTokens(Parse({"--chunk-windows", "512"})->config), 1 << 21);
+  EXPECT_EQ(BatchTokens(Parse({"--max-batch-tokens", "5000"})->config), 5000);
+}
+
+TEST(Config, EveryLimitReachesTheEngine) {
+  const ServerConfig config = Parse({"--max-queue-bytes", "12345"})->config;
+  EXPECT_EQ(ToEngineLimits(config).max_queue_bytes, 12345);
 }
 
 TEST(Config, TheReceiveLimitHoldsTheLongestPrompt) {
