@@ -124,6 +124,9 @@ bool FusedSupports(const Params& p, int compute_capability_major) {
   if (compute_capability_major != 9) return false;
   if (p.shape.head_dim_k != fused::kDim || p.shape.head_dim_v != fused::kDim) return false;
   if (p.q.dtype == DType::kF32) return false;
+  // The groups of a given mask are cut at windows only, and a dense budget may ask for snapshots at
+  // any multiple of kGroup.
+  if (p.mask != nullptr && p.snapshot_slots > 0) return false;
   for (const ConstTensorRef& x : {p.q, p.k, p.v}) {
     if (!fused::Aligned16(x.data, x.token_stride, x.head_stride)) return false;
   }

@@ -42,13 +42,16 @@ struct TileMaps {
 
 // What both sides read of a group while it is current. Two slots. Gate sums are high + low parts in
 // log2 units and run within the window. Past the last event: kNoToken, -1e30, 0, 0.
-struct Factors {
+struct alignas(16) Factors {
   int token[kGroup];  // rows of the pack
   float2 gate[kGroup];
   float beta[kGroup];
   float k_norm[kGroup];
   float2 before, after;  // gate sums before the first and through the last owned token
+  uint32_t writes[2];    // which of the events have beta != 0
 };
+
+static_assert(offsetof(Factors, gate) % 16 == 0, "gates are read two at a time");
 
 // Rows of a group; a ring of four, because keys are fetched one group ahead and rows two.
 struct Rows {

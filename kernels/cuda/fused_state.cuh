@@ -8,6 +8,7 @@
 #ifndef SPARSEGDN_KERNELS_CUDA_FUSED_STATE_CUH_
 #define SPARSEGDN_KERNELS_CUDA_FUSED_STATE_CUH_
 
+#include "kernels/cuda/fused_pool.cuh"
 #include "kernels/cuda/fused_shared.cuh"
 #include "kernels/cuda/wgmma.cuh"
 
@@ -44,43 +45,8 @@ class StateSide {
   }
   __device__ __forceinline__ void StateBarrier() { NamedBarrier(kBarrierState, kStateThreads); }
 
-  // This thread's first cell of a state in the pool. The offset is hidden from the optimiser, which
-  // would otherwise keep the 64 addresses of LoadState in registers until StoreState.
-  __device__ __forceinline__ float* StateCell(float* data, int64_t slot, bool value_major) const {
-    const int column = 64 * wg_ + column_;
-    int offset = value_major ? column * kDim + row_ : row_ * kDim + column;
-    asm volatile("" : "+r"(offset));
-    return data + (slot * p_.shape.num_v_heads + job_.head) * int64_t{kDim * kDim} + offset;
-  }
-  // Offset of s_[b][i] from there; `across` and `down` are the strides of Dv and Dk.
-  static __device__ constexpr int CellOffset(int b, int i, int across, int down) {
-    return (64 * b + 8 * (i / 2 % 2)) * down + (8 * (i / 4) + i % 2) * across;
-  }
-  template <int kAcross, int kDown>
-  __device__ __forceinline__ void ReadCells(const float* at) {
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-#pragma unroll
-      for (int i = 0; i < 32; ++i) s_[b][i] = at[CellOffset(b, i, kAcross, kDown)];
-    }
-  }
-
   __device__ __forceinline__ void LoadState() {
-    const int32_t slot = p_.sequences[job_.seq].initial_slot;
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-#pragma unroll
-      for (int i = 0; i < 32; ++i) s_[b][i] = 0.0f;
-    }
-    if (job_.from_start != 0 && slot >= 0) {
-      const bool value_major = p_.initial_state.value_major;
-      const float* at = StateCell(p_.initial_state.data, slot, value_major);
-      if (value_major) {
-        ReadCells<kDim, 1>(at);
-      } else {
-        ReadCells<1, kDim>(at);
-      }
-    }
+    ReadState(p_, job_, row_, 64 * wg_ + column_, s_);
     if (!p_.states_alias || job_.segments == 1) return;
     // The last segment may write the slot that this one reads: it waits for all readers.
     __threadfence();
@@ -89,21 +55,7 @@ class StateSide {
   }
 
   __device__ __forceinline__ void StoreState(float* data, int64_t slot) {
-    const bool value_major = p_.final_state.value_major;
-    float* at = StateCell(data, slot, value_major);
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-#pragma unroll
-      for (int i = 0; i < 32; i += 2) {
-        if (value_major) {
-          at[CellOffset(b, i, kDim, 1)] = s_[b][i];
-          at[CellOffset(b, i + 1, kDim, 1)] = s_[b][i + 1];
-        } else {
-          *reinterpret_cast<float2*>(at + CellOffset(b, i, 1, kDim)) =
-              make_float2(s_[b][i], s_[b][i + 1]);
-        }
-      }
-    }
+    WriteState(p_, job_, row_, 64 * wg_ + column_, data, slot, s_);
   }
 
   __device__ __forceinline__ void Finish() {
@@ -166,6 +118,8 @@ class StateSide {
       f.gate[tid_] = fetched_gate_;
       f.beta[tid_] = fetched_beta_;
       f.k_norm[tid_] = fetched_norm_;
+      const uint32_t writes = __ballot_sync(0xffffffffu, fetched_beta_ != 0.0f);
+      if (tid_ % 32 == 0) f.writes[tid_ / 32] = writes;
     }
     if (tid_ == 64) f.before = fetched_gate_;
     if (tid_ == 65) f.after = fetched_gate_;
@@ -347,6 +301,11 @@ class StateSide {
     const bool scaled = Scaled(f);
     const uint32_t keys = SharedAddress(sm_.key[n % 2]);
     const uint32_t u = SharedAddress(scaled ? sm_.u[wg_] : sm_.work[wg_]);
+    if ((f.writes[0] | f.writes[1]) == 0) {  // nothing is written: -0 stays -0
+      DecayState(decay);
+      WarpgroupBarrier();
+      return;
+    }
     if (!scaled) DecayState(decay);
     WgmmaFence();
 #pragma unroll

@@ -29,8 +29,7 @@ __device__ bool SequenceInRange(const Params& p, const SequenceParams& s, int64_
   if (p.select_only) return true;
   if (s.initial_slot >= p.initial_state.slots || s.final_slot >= p.final_state.slots) return false;
   if (s.snapshot_every == 0) return true;
-  // A group is cut at window boundaries only, or at multiples of kGroup when dense.
-  const bool dense = s.budget.mode == BudgetMode::kDense && p.mask == nullptr;
+  const bool dense = s.budget.mode == BudgetMode::kDense;
   if (s.snapshot_every < 0 || s.snapshot_every % (dense ? kGroup : kWindow) != 0) return false;
   const int64_t count = last / s.snapshot_every - s.first_position / s.snapshot_every;
   return count == 0 || (s.snapshot_index >= 0 && s.snapshot_index <= p.snapshot_slots - count);

@@ -126,6 +126,7 @@ __device__ __forceinline__ void Scale(float (&s)[kRows], float x) {
 
 template <int kRows>
 __device__ __forceinline__ void Add(float (&s)[kRows], const float* k, int sub, int dim, float u) {
+  if (u == 0.0f) return;  // nothing is written: -0 stays -0
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {
     const int row = sub + j * kSplit;
