@@ -1,6 +1,7 @@
 #include "kernels/common/validate.h"
 
 #include <cmath>
+#include <limits>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -68,26 +69,54 @@ TensorRule Rule(const char* name, const Ref& ref, int64_t heads, int64_t dim) {
   return {name, ref.data, ref.dtype, ref.token_stride, ref.head_stride, heads, dim};
 }
 
+// Tensors end below this many elements, so that byte offsets fit int64_t.
+constexpr int64_t kMaxExtent = std::numeric_limits<int64_t>::max() / 8;
+
+// Elements from the first of `count` >= 1 blocks to the end of the last; kMaxExtent if that is
+// more.
+int64_t Extent(int64_t count, int64_t stride, int64_t block) {
+  if (stride > (kMaxExtent - block) / count) return kMaxExtent;
+  return (count - 1) * stride + block;
+}
+
+absl::Status CheckStride(const TensorRule& t, const char* field, int64_t got, int64_t least) {
+  if (got >= least) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(t.name, ".", field, " = ", got, ", must be >= ", least));
+}
+
 // Strides must not make rows of one tensor overlap: that would be a race for an output and is a
-// mistake for an input.
+// mistake for an input. The smaller stride is the inner one: [tokens, heads, dim] or
+// [heads, tokens, dim]. A stride over a single token or head is never used.
+absl::Status CheckStrides(const TensorRule& t, int64_t num_tokens) {
+  const bool both = t.heads > 1 && num_tokens > 1;
+  const bool head_major = both && t.token_stride < t.head_stride;
+  int64_t extent = t.dim;
+  if (t.heads > 1 && !head_major) {
+    if (auto s = CheckStride(t, "head_stride", t.head_stride, extent); !s.ok()) return s;
+    extent = Extent(t.heads, t.head_stride, extent);
+  }
+  if (num_tokens > 1) {
+    if (auto s = CheckStride(t, "token_stride", t.token_stride, extent); !s.ok()) return s;
+    extent = Extent(num_tokens, t.token_stride, extent);
+  }
+  if (head_major) {
+    if (auto s = CheckStride(t, "head_stride", t.head_stride, extent); !s.ok()) return s;
+    extent = Extent(t.heads, t.head_stride, extent);
+  }
+  if (extent < kMaxExtent) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(t.name, ".token_stride = ", t.token_stride, ", ",
+                                                 t.name, ".head_stride = ", t.head_stride,
+                                                 ", must end below element ", kMaxExtent));
+}
+
 absl::Status CheckTensor(const TensorRule& t, int64_t num_tokens) {
   if (auto s = CheckEnum(absl::StrCat(t.name, ".dtype").c_str(), t.dtype, DType::kF16); !s.ok()) {
     return s;
   }
   if (num_tokens == 0) return absl::OkStatus();
   if (t.data == nullptr) return Bad(t.name, "null", "a pointer");
-  if (t.heads > 1 && t.head_stride < t.dim) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(t.name, ".head_stride = ", t.head_stride, ", must be >= its dim = ", t.dim));
-  }
-  const int64_t row = t.heads > 1 ? (t.heads - 1) * t.head_stride + t.dim : t.dim;
-  // token_stride < head_stride is the [heads, tokens, dim] order.
-  if (num_tokens > 1 && t.token_stride < (t.token_stride < t.head_stride ? t.dim : row)) {
-    return absl::InvalidArgumentError(absl::StrCat(t.name, ".token_stride = ", t.token_stride,
-                                                   ", must be >= ", row,
-                                                   " (or >= dim and below head_stride)"));
-  }
-  return absl::OkStatus();
+  return CheckStrides(t, num_tokens);
 }
 
 absl::Status CheckGateLike(const TensorRule& t, int64_t num_tokens) {

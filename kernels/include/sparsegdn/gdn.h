@@ -19,6 +19,7 @@
 namespace sparsegdn {
 
 // A [tokens, heads, dim] tensor with unit stride in dim; strides are in elements. Borrowed.
+// A token_stride below head_stride makes it [heads, tokens, dim]. Rows may not overlap.
 struct TensorRef {
   void* data = nullptr;
   DType dtype = DType::kF32;

@@ -214,6 +214,33 @@ std::vector<CallRow> SequenceRows() {
   };
 }
 
+// Rows of one tensor that overlap, in either order of its dimensions, or that no int64 can index.
+// The call's v and o are [6 tokens, 4 heads, 8].
+std::vector<CallRow> StrideRows() {
+  const auto o = [](int64_t token_stride, int64_t head_stride) {
+    return [=](HostCall* c) {
+      c->args.o.token_stride = token_stride;
+      c->args.o.head_stride = head_stride;
+    };
+  };
+  constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
+  return {
+      {"token_major_rows", o(31, 8), "o.token_stride = 31, must be >= 32"},
+      {"token_major_negative", o(-32, 8), "o.token_stride = -32"},
+      {"head_major_tokens", o(7, 48), "o.token_stride = 7, must be >= 8"},
+      {"head_major_heads", o(8, 47), "o.head_stride = 47, must be >= 48"},
+      {"head_major_heads_by_far", o(8, 9), "o.head_stride = 9, must be >= 48"},
+      {"head_major_padded_tokens", o(10, 57), "o.head_stride = 57, must be >= 58"},
+      {"huge_token_stride", o(kHuge, 8), "o.token_stride = 9223372036854775807"},
+      {"huge_head_stride", o(8, kHuge), "o.head_stride = 9223372036854775807"},
+      // (heads - 1) * 2^62 + 8 wraps to a negative number below any token stride.
+      {"wrapping_head_stride", o(kHuge, int64_t{1} << 62), "o.token_stride = 9223372036854775807"},
+      // (tokens - 1) * 2^62 + 8 likewise.
+      {"wrapping_token_stride", o(int64_t{1} << 62, kHuge), "o.head_stride = 9223372036854775807"},
+      {"wrapping_bytes", o(int64_t{1} << 59, 8), "o.token_stride = 576460752303423488"},
+  };
+}
+
 void ExpectErrors(const std::vector<CallRow>& rows) {
   auto backend = CreateCpuBackend({.num_threads = 1});
   ASSERT_TRUE(backend.ok());
@@ -236,7 +263,25 @@ TEST(ValidateCall, TheUnbrokenCallIsValid) {
   EXPECT_EQ(call.status, 0u);
 }
 
+// The tightest [heads, tokens, dim] order gives what the tightest [tokens, heads, dim] order gives.
+TEST(ValidateCall, HeadMajorOutputIsValid) {
+  auto backend = CreateCpuBackend({.num_threads = 1});
+  ASSERT_TRUE(backend.ok());
+  HostCall token_major, head_major;
+  head_major.args.o.token_stride = 8;
+  head_major.args.o.head_stride = 48;
+  ASSERT_TRUE((*backend)->Forward(token_major.args, nullptr).ok());
+  const absl::Status s = (*backend)->Forward(head_major.args, nullptr);
+  ASSERT_TRUE(s.ok()) << s;
+  for (int t = 0; t < 5; ++t) {
+    for (int i = 0; i < 32; ++i) {
+      EXPECT_EQ(head_major.out[i / 8 * 48 + t * 8 + i % 8], token_major.out[t * 32 + i]) << t << i;
+    }
+  }
+}
+
 TEST(ValidateCall, WhatTheHostSees) { ExpectErrors(ShapeRows()); }
+TEST(ValidateCall, Strides) { ExpectErrors(StrideRows()); }
 TEST(ValidateCall, WhatSequencesSay) { ExpectErrors(SequenceRows()); }
 
 TEST(ValidateCall, SelectNeedsVForWriteNormAndTakesNoMask) {
