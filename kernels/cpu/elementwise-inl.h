@@ -58,14 +58,17 @@ HWY_INLINE void StoreBf16(V32 x, uint16_t* out) {
   hn::StoreU(hn::DemoteTo(d16, value), d16, out);
 }
 
+// The library's exp gives 0 for NaN, which would read as full decay.
+HWY_INLINE V32 ExpOrNan(V32 x) { return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(F32(), x)); }
+
 inline void ExpInplace(float* x, int n) {
   const F32 d;
   int i = 0;
-  for (; i + kLanes <= n; i += kLanes) hn::StoreU(hn::Exp(d, hn::LoadU(d, x + i)), d, x + i);
+  for (; i + kLanes <= n; i += kLanes) hn::StoreU(ExpOrNan(hn::LoadU(d, x + i)), d, x + i);
   if (i == n) return;
   HWY_ALIGN float tail[kLanes] = {};
   for (int j = i; j < n; ++j) tail[j - i] = x[j];
-  hn::Store(hn::Exp(d, hn::Load(d, tail)), d, tail);
+  hn::Store(ExpOrNan(hn::Load(d, tail)), d, tail);
   for (int j = i; j < n; ++j) x[j] = tail[j - i];
 }
 
@@ -219,7 +222,7 @@ HWY_INLINE V32 DecayBetween(V32 row_hi, V32 row_lo, const GateSums& event, int i
   const F32 d;
   const V32 hi = hn::Sub(row_hi, hn::LoadU(d, event.hi + i));
   const V32 lo = hn::Sub(row_lo, hn::LoadU(d, event.lo + i));
-  return hn::Exp(d, hn::Add(hi, lo));
+  return ExpOrNan(hn::Add(hi, lo));
 }
 
 // Writes row r's entries i < visible, exact zeros from there to a multiple of 16 past `upto`.

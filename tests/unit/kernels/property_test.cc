@@ -335,6 +335,41 @@ TEST_P(Property, NonfiniteStateIsFlaggedForItsSequenceOnly) {
   EXPECT_EQ(Run(p).nonfinite, (std::vector<int32_t>{0, 0, 0, 0, 1}));
 }
 
+// A NaN log_gate is a fault that must show: it may not read as full decay, nor as none.
+TEST_P(Property, NanGateReachesOutputsAndState) {
+  for (const bool dense : {true, false}) {
+    Pack p = One(300, dense ? DenseBudget() : RetentionBudget(0.29), 23);
+    if (!dense) p.sequences[0].budget.keep_last = 0;
+    p.Add(100, DenseBudget());
+    FillRandom(&p, 23);
+    const GdnShape& s = p.shape;
+    const PackResult clean = Run(p);
+    // In the middle of a group, its first row, and one in the last group.
+    for (const int64_t at : {int64_t{70}, int64_t{128}, int64_t{299}}) {
+      constexpr int kHead = 1;
+      Pack poisoned = p;
+      poisoned.log_gate[at * s.num_v_heads + kHead] = kNan;
+      const PackResult r = Run(poisoned);
+      EXPECT_EQ(r.nonfinite, (std::vector<int32_t>{1, 0})) << at;
+      EXPECT_TRUE(SameBits(r.mask, clean.mask)) << at;
+      for (int64_t i = 0; i < static_cast<int64_t>(r.o.size()); ++i) {
+        const int64_t token = i / (s.num_v_heads * s.head_dim_v);
+        const bool same_head = token < 300 && i / s.head_dim_v % s.num_v_heads == kHead;
+        // Earlier rows of the head may share products with the fault: nothing is promised there.
+        if (same_head && token >= at) {
+          ASSERT_TRUE(std::isnan(r.o[i])) << "token " << token << ", gate " << at;
+        } else if (!same_head) {
+          ASSERT_EQ(r.o[i], clean.o[i]) << "token " << token << ", gate " << at;
+        }
+      }
+      const int64_t head_size = int64_t{s.head_dim_k} * s.head_dim_v;
+      for (int64_t i = 0; i < head_size; ++i) {
+        ASSERT_TRUE(std::isnan(r.states[kHead * head_size + i])) << i << ", gate " << at;
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(All, Property,
                          testing::Combine(testing::ValuesIn(TestDevices()),
                                           testing::Values(DType::kF32, DType::kBF16, DType::kF16)),
