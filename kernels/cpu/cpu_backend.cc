@@ -146,9 +146,9 @@ void CpuBackend::RunCore(const GdnForwardArgs& args, const uint8_t* mask,
 }
 
 absl::Status CpuBackend::Forward(const GdnForwardArgs& args, void*) {
-  const Clock::time_point start = Clock::now();
   Workspace workspace(nullptr, GdnShape{1, 1, 1, 1}, 0, false, 0);
   if (auto s = Prepare(args, EntryPoint::kForward, &workspace); !s.ok()) return s;
+  const Clock::time_point start = Clock::now();
   const uint8_t* mask = FindMask(args, workspace);
   const int64_t selection_ns = NanosSince(start);
   RunCore(args, mask, workspace);
@@ -157,9 +157,9 @@ absl::Status CpuBackend::Forward(const GdnForwardArgs& args, void*) {
 }
 
 absl::Status CpuBackend::Select(const GdnForwardArgs& args, void*) {
-  const Clock::time_point start = Clock::now();
   Workspace workspace(nullptr, GdnShape{1, 1, 1, 1}, 0, false, 0);
   if (auto s = Prepare(args, EntryPoint::kSelect, &workspace); !s.ok()) return s;
+  const Clock::time_point start = Clock::now();
   FindMask(args, workspace);
   if (args.timings != nullptr) *args.timings = {NanosSince(start), 0};
   return absl::OkStatus();
