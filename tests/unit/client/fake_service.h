@@ -53,6 +53,8 @@ class FakeServer {
   FakeServer() {
     grpc::ServerBuilder builder;
     int port = 0;
+    // Port 0 with SO_REUSEPORT may name a port that a test run in parallel listens on already.
+    builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
     builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
     builder.SetMaxReceiveMessageSize(-1);
     builder.RegisterService(&service);
