@@ -159,6 +159,14 @@ class BadInput(unittest.TestCase):
                                      if line["request_id"] == "a-very-special-id"])
         self.assertEqual(logged[0]["code"], "INVALID_ARGUMENT")
 
+    def test_a_failed_release_is_logged(self):
+        with self.assertRaises(grpc.RpcError):
+            self.server.stub.ReleaseSnapshot(pb.ReleaseSnapshotRequest(snapshot_id="none"),
+                                             timeout=10)
+        logged = eventually(lambda: self.server.log_lines("release ended"))
+        self.assertEqual(logged[0]["code"], "NOT_FOUND")
+        self.assertEqual(len(logged[0]["request_id"]), 16)
+
     def test_reflection_lists_the_service(self):
         call = self.server.channel.stream_stream(
             "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
@@ -218,7 +226,8 @@ class Leaving(unittest.TestCase):
 
     def test_client_stopped_without_a_word(self):
         # A stopped process keeps its connection; only the server's pings tell.
-        with Server("--keepalive-seconds", 1, "--keepalive-timeout-seconds", 1,
+        # One thread, so that the prefill outlasts them.
+        with Server("--threads", 1, "--keepalive-seconds", 1, "--keepalive-timeout-seconds", 1,
                     "--slow-reader-timeout-seconds", 600, model="tiny-gdn") as server:
             self.start_client(server).send_signal(signal.SIGSTOP)
             ended = 'sparsegdn_requests_total{code="CANCELLED",method="Prefill"}'
