@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/engine/status_payload.h"
+#include "server/service/context.h"
 #include "server/service/status.h"
 
 namespace sparsegdn::service {
@@ -61,54 +62,15 @@ absl::Status ConvertOutputs(const v1::Outputs& in, engine::Outputs& out) {
                         "FOUR_COLUMNS or THREE_COLUMNS", conv_layout));
   if (!status.ok()) return status;
   out.state_dtype = state_dtype.value_or(out.state_dtype);
-  if (out.state_dtype == engine::ExportDType::kI32) {
-    return UnknownEnum("outputs.state_dtype", in.state_dtype(), kDTypeChoices);
-  }
-  if (kv_dtype && *kv_dtype != engine::ExportDType::kF32 &&
-      *kv_dtype != engine::ExportDType::kBF16) {
-    return UnknownEnum("outputs.kv_dtype", in.kv_dtype(), "DTYPE_FP32 or DTYPE_BF16");
-  }
   out.kv_dtype = kv_dtype;
   out.state_layout = state_layout.value_or(out.state_layout);
   out.conv_layout = conv_layout.value_or(out.conv_layout);
   out.checkpoint_every = in.checkpoint_every();
   if (in.has_prompt_logprobs_from()) out.logprobs_from = in.prompt_logprobs_from();
   const auto& positions = in.logits().positions();
-  if (static_cast<size_t>(positions.size()) > engine::kMaxLogitsPositions) {
-    return InvalidField("outputs.logits.positions", "TOO_MANY_POSITIONS",
-                        absl::StrCat("outputs.logits.positions has ", positions.size(),
-                                     " entries, wanted at most ", engine::kMaxLogitsPositions));
-  }
-  if (in.logits().top_k() > engine::kMaxTopK) {
-    return InvalidField("outputs.logits.top_k", "TOP_K_TOO_LARGE",
-                        absl::StrCat("outputs.logits.top_k = ", in.logits().top_k(),
-                                     ", wanted at most ", engine::kMaxTopK));
-  }
-  if (in.logits().top_k() > 0 && positions.empty()) {
-    return InvalidField("outputs.logits.top_k", "TOP_K_WITHOUT_POSITIONS",
-                        "outputs.logits.top_k is set, but outputs.logits.positions is empty");
-  }
   out.logits_positions.assign(positions.begin(), positions.end());
   out.top_k = in.logits().top_k();
   return absl::OkStatus();
-}
-
-absl::Status CheckScalars(const v1::PrefillRequest& in) {
-  if (in.priority() < -kMaxPriority || in.priority() > kMaxPriority) {
-    return InvalidField("priority", "PRIORITY_OUT_OF_RANGE",
-                        absl::StrCat("priority = ", in.priority(), ", wanted ", -kMaxPriority,
-                                     " .. ", kMaxPriority));
-  }
-  if (in.resume_from().size() > kMaxSnapshotIdBytes) {
-    return InvalidField("resume_from", "SNAPSHOT_ID_TOO_LONG",
-                        absl::StrCat("resume_from has ", in.resume_from().size(),
-                                     " bytes, wanted at most ", kMaxSnapshotIdBytes));
-  }
-  if (in.has_first_position() && in.first_position() < 0) {
-    return InvalidField("first_position", "NEGATIVE",
-                        absl::StrCat("first_position = ", in.first_position(), ", wanted >= 0"));
-  }
-  return CheckRequestId(in.request_id());
 }
 
 absl::Status ConvertTensor(const v1::TensorInfo& in, const std::string& field,
@@ -160,20 +122,8 @@ absl::Status ParseRequest(const grpc::ByteBuffer& bytes, v1::PrefillRequest* req
   return absl::OkStatus();
 }
 
-absl::Status CheckRequestId(const std::string& id) {
-  if (id.size() > kMaxRequestIdBytes) {
-    return InvalidField(
-        "request_id", "REQUEST_ID_TOO_LONG",
-        absl::StrCat("request_id has ", id.size(), " bytes, wanted at most ", kMaxRequestIdBytes));
-  }
-  for (size_t i = 0; i < id.size(); ++i) {
-    if (id[i] >= 0x20 && id[i] <= 0x7e) continue;
-    return InvalidField("request_id", "REQUEST_ID_NOT_PRINTABLE",
-                        absl::StrCat("request_id[", i, "] is byte ",
-                                     static_cast<int>(static_cast<unsigned char>(id[i])),
-                                     ", wanted printable ASCII"));
-  }
-  return absl::OkStatus();
+std::string LogLabel(const std::string& id) {
+  return id.empty() ? NewRequestId() : id.substr(0, kMaxLogLabelBytes);
 }
 
 absl::StatusOr<engine::BudgetOverrides> FromProto(const v1::Budget& in) {
@@ -197,15 +147,14 @@ absl::StatusOr<engine::BudgetOverrides> FromProto(const v1::Budget& in) {
 
 absl::StatusOr<engine::PrefillRequest> FromProto(const v1::PrefillRequest& in) {
   engine::PrefillRequest out;
-  absl::Status status = CheckScalars(in);
-  if (!status.ok()) return status;
   absl::StatusOr<engine::BudgetOverrides> budget = FromProto(in.budget());
   if (!budget.ok()) return budget.status();
   out.budget = *budget;
   constexpr engine::SnapshotAt kPlaces[] = {engine::SnapshotAt::kBeforeLast,
                                             engine::SnapshotAt::kAfterLast};
   std::optional<engine::SnapshotAt> place;
-  status = MapEnum("snapshot_at", in.snapshot_at(), kPlaces, "BEFORE_LAST or AFTER_LAST", place);
+  absl::Status status =
+      MapEnum("snapshot_at", in.snapshot_at(), kPlaces, "BEFORE_LAST or AFTER_LAST", place);
   status.Update(ConvertOutputs(in.outputs(), out.outputs));
   if (!status.ok()) return status;
   out.snapshot_at = place.value_or(out.snapshot_at);

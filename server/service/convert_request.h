@@ -1,6 +1,6 @@
-// Wire -> engine. What only the wire can get wrong is judged here: unknown enum values, lengths,
-// ids; ranges, budgets and everything that needs the model are the engine's. INVALID_ARGUMENT names
-// the field.
+// Wire -> engine. What only the wire can get wrong is judged here: unknown enum values and the size
+// of a manifest; ranges of a request are the engine's (request_validation.h). INVALID_ARGUMENT
+// names the field.
 #ifndef SPARSEGDN_SERVER_SERVICE_CONVERT_REQUEST_H_
 #define SPARSEGDN_SERVER_SERVICE_CONVERT_REQUEST_H_
 
@@ -16,16 +16,15 @@
 
 namespace sparsegdn::service {
 
-inline constexpr size_t kMaxRequestIdBytes = 128;
+inline constexpr size_t kMaxLogLabelBytes = 128;
 inline constexpr size_t kMaxSnapshotIdBytes = 256;
-inline constexpr int32_t kMaxPriority = 8;
 inline constexpr int kMaxManifestTensors = 1 << 16;
 inline constexpr size_t kMaxTensorNameBytes = 256;
 
 // Parses the raw message. INVALID_ARGUMENT when it is not a PrefillRequest.
 absl::Status ParseRequest(const grpc::ByteBuffer& bytes, v1::PrefillRequest* request);
 
-// Deadline, tenant and a missing request id are the caller's to fill in.
+// Deadline and tenant are the caller's to fill in.
 absl::StatusOr<engine::PrefillRequest> FromProto(const v1::PrefillRequest& request);
 absl::StatusOr<engine::BudgetOverrides> FromProto(const v1::Budget& budget);
 
@@ -34,8 +33,9 @@ absl::Status CheckWorker(const v1::WorkerIdentity& worker, const model::ModelInf
 
 absl::StatusOr<engine::Manifest> FromProto(const v1::Manifest& manifest);
 
-// At most kMaxRequestIdBytes printable ASCII bytes; empty is allowed.
-absl::Status CheckRequestId(const std::string& id);
+// What a call is logged under, also one that the engine will refuse for its id: the id, cut, or a
+// new one for none.
+std::string LogLabel(const std::string& request_id);
 
 }  // namespace sparsegdn::service
 

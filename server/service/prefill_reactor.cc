@@ -61,9 +61,7 @@ absl::StatusOr<std::shared_ptr<engine::PrefillCall>> PrefillReactor::Submit(
   auto* message = google::protobuf::Arena::CreateMessage<v1::PrefillRequest>(&arena);
   absl::Status status = ParseRequest(bytes, message);
   if (!status.ok()) return status;
-  status = CheckRequestId(message->request_id());
-  if (!status.ok()) return status;
-  request_id_ = message->request_id().empty() ? NewRequestId() : message->request_id();
+  request_id_ = LogLabel(message->request_id());
   prompt_tokens_ = message->token_ids_size();
 
   absl::StatusOr<std::shared_ptr<engine::Engine>> engine = service_.health->ForNewCall();
@@ -75,7 +73,7 @@ absl::StatusOr<std::shared_ptr<engine::PrefillCall>> PrefillReactor::Submit(
   absl::StatusOr<std::string> tenant = TenantOf(*context_, message->tenant());
   if (!tenant.ok()) return tenant.status();
   request->tenant = *std::move(tenant);
-  request->request_id = request_id_;
+  if (request->request_id.empty()) request->request_id = request_id_;
   request->deadline_ns = deadline_.ns();
   Log(LogLevel::kDebug, "prefill received",
       {{"request_id", request_id_}, {"prompt_tokens", prompt_tokens_}, {"peer", peer_}});
