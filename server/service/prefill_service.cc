@@ -5,6 +5,7 @@
 #include "server/service/convert_response.h"
 #include "server/service/health.h"
 #include "server/service/import_reactor.h"
+#include "server/service/log.h"
 #include "server/service/metrics.h"
 #include "server/service/prefill_reactor.h"
 #include "server/service/status.h"
@@ -17,6 +18,13 @@ grpc::ServerUnaryReactor* EndUnary(const ServiceContext& service,
                                    const absl::Status& status) {
   const grpc::Status out = ToGrpc(status);
   service.metrics->OnRequest(method, out.error_code());
+  // Clients poll these: what went well is for debugging only.
+  Log(out.ok() ? LogLevel::kDebug : LogLevel::kInfo,
+      method == Method::kReleaseSnapshot ? "release ended" : "model info ended",
+      {{"request_id", NewRequestId()},
+       {"code", std::string(CodeName(out.error_code()))},
+       {"message", out.error_message()},
+       {"traceparent", TraceparentOf(*context)}});
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   reactor->Finish(out);
   return reactor;
