@@ -41,7 +41,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("bin_dir", type=pathlib.Path)
     parser.add_argument("stubs_dir", type=pathlib.Path)
     parser.add_argument("out", type=pathlib.Path)
-    parser.add_argument("--model", type=pathlib.Path, default=ROOT / "tests/data/models/tiny-hybrid")
+    parser.add_argument("--model", type=pathlib.Path,
+                        default=ROOT / "tests/data/models/tiny-hybrid")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=7)
     parsed = parser.parse_args()
