@@ -13,12 +13,14 @@ namespace {
 constexpr bool kIsFloat(float) { return true; }
 constexpr bool kIsFloat(uint16_t) { return false; }
 constexpr float kNormEps = 1e-6f;
-// AUTO may drop blocks whose entries decay has made smaller than beta / 512, one rounding to bf16;
-// with fp32 products it waits for one rounding to fp32, beta * 2^-24. Dropping saves no time here,
-// because blocks are substituted rather than inverted; it keeps AUTO one thing on every backend.
-constexpr double kDropBelowBf16 = -6.238324625039508;
-constexpr double kDropBelowF32 = -16.635532333438686;
-// AUTO trusts that bound only for keys this short (bf16 rounding of unit keys stays below).
+// AUTO drops the far blocks where decay leaves of their entries at most one rounding of the
+// products they feed: beta / 512 with bf16 products, beta * 2^-24 with fp32 products. Dropping
+// saves no time here, because blocks are substituted rather than inverted; it keeps AUTO one thing
+// on every backend.
+constexpr double kDropBelowBf16 = -6.238324625039508;  // -ln 512
+constexpr double kDropBelowF32 = -16.635532333438686;  // -ln 2^24
+// The bound on entries needs short keys: any |k|^2 above this and AUTO drops nothing in the group.
+// Unit keys rounded to bf16 stay below.
 constexpr float kMaxSquaredKey = 1.0625f;
 
 int RoundUp(int x, int unit) { return (x + unit - 1) / unit * unit; }

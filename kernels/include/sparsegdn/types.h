@@ -17,8 +17,9 @@ enum class BudgetMode : int32_t { kDense = 0, kRetention = 1, kCoverage = 2 };
 // Score of an event: kBeta is max over the head pair of beta, kWriteNorm max of beta * |v|_2.
 enum class Selector : int32_t { kBeta = 0, kWriteNorm = 1 };
 
-// kAuto drops the far 16 x 16 blocks only where decay bounds every dropped entry by beta / 512;
-// kExact never drops; kBlockAdjacent always drops and carries no accuracy promise.
+// kAuto drops the far 16 x 16 blocks only where decay bounds every dropped entry by one rounding of
+// the products it feeds (bf16: beta / 512, fp32: beta * 2^-24) and every |k|^2 <= 1.0625; kExact
+// never drops; kBlockAdjacent always drops and carries no accuracy promise.
 enum class Solver : int32_t { kAuto = 0, kExact = 1, kBlockAdjacent = 2 };
 
 // kSelf adds beta_t (q_t . k_t) v_t to the output of a skipped token; kNone does not.
