@@ -7,6 +7,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "cli/flags.h"
@@ -17,6 +18,12 @@ namespace {
 
 constexpr int64_t kMaxToken = std::numeric_limits<int32_t>::max();
 
+// For a message. A list or an object is named only: printing it recurses as deep as it is nested.
+std::string Shown(const nlohmann::json& item) {
+  if (item.is_structured()) return item.type_name();
+  return item.dump(-1, ' ', /*ensure_ascii=*/true).substr(0, 40);
+}
+
 absl::StatusOr<std::vector<int32_t>> ParseText(const std::string& bytes) {
   std::vector<int32_t> tokens;
   constexpr char kSeparators[] = " \t\r\n\v\f,";
@@ -26,7 +33,8 @@ absl::StatusOr<std::vector<int32_t>> ParseText(const std::string& bytes) {
     const std::string word = bytes.substr(begin, end - begin);
     int32_t token = 0;
     if (!absl::SimpleAtoi(word, &token)) {
-      return UsageError(absl::StrCat("token ", tokens.size(), " is \"", word.substr(0, 40),
+      return UsageError(absl::StrCat("token ", tokens.size(), " is \"",
+                                     absl::CHexEscape(word.substr(0, 40)),
                                      "\", must be a 32-bit integer"));
     }
     tokens.push_back(token);
@@ -46,8 +54,8 @@ absl::StatusOr<std::vector<int32_t>> ParseJson(const std::string& bytes) {
                           item.get<int64_t>() >= std::numeric_limits<int32_t>::min() &&
                           item.get<int64_t>() <= kMaxToken;
     if (!in_range) {
-      return UsageError(absl::StrCat("token ", tokens.size(), " is ", item.dump().substr(0, 40),
-                                     ", must be a 32-bit integer"));
+      return UsageError(
+          absl::StrCat("token ", tokens.size(), " is ", Shown(item), ", must be a 32-bit integer"));
     }
     tokens.push_back(item.get<int32_t>());
   }

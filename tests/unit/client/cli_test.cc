@@ -60,6 +60,12 @@ TEST(TokensTest, Refused) {
   EXPECT_NE(ParseTokens("1 2 x", TokenFormat::kText).status().message().find("token 2 is \"x\""),
             std::string::npos);
   EXPECT_EQ(ExitCodeOf(ReadTokens("/no/such/file", TokenFormat::kAuto).status()), kFile);
+  EXPECT_NE(ParseTokens("\xff\x1b", TokenFormat::kText).status().message().find("\"\\xff\\x1b\""),
+            std::string::npos);
+  // So deep that whoever walks it recursively, to print it for example, runs out of stack.
+  const std::string deep = std::string(1'000'000, '[') + std::string(1'000'000, ']');
+  EXPECT_EQ(ParseTokens(deep, TokenFormat::kJson).status().message(),
+            "token 0 is array, must be a 32-bit integer");
 }
 
 const std::vector<FlagGroup> kGroups = {
