@@ -134,11 +134,15 @@ bool ParseTensor(const Json& meta, const Json& header, v1::TensorInfo* info, uin
     return false;
   }
   // The copies in the metadata are under its checksum.
-  if (Text(meta, "dtype") != Text(*entry, "dtype") || meta.value("shape", Json()) != *shape) {
+  auto copy = meta.find("shape");
+  if (Text(meta, "dtype") != Text(*entry, "dtype") || copy == meta.end() || !copy->is_array() ||
+      copy->size() != shape->size()) {
     return false;
   }
-  for (const Json& dim : *shape) {
-    if (!dim.is_number_unsigned()) return false;
+  for (size_t i = 0; i < shape->size(); ++i) {
+    // Number by number: to copy or compare what is nested deep would use up the stack.
+    const Json& dim = (*shape)[i];
+    if (!dim.is_number_unsigned() || (*copy)[i] != dim) return false;
     info->add_shape(dim.get<int64_t>());
   }
   if (!(*offsets)[0].is_number_unsigned() || !(*offsets)[1].is_number_unsigned()) return false;

@@ -12,11 +12,14 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <nlohmann/json.hpp>
 #include <random>
 
+#include "absl/strings/str_cat.h"
 #include "fake_service.h"
 #include "sparsegdn/client/status.h"
 #include "src/atomic_file.h"
+#include "src/metadata_checksum.h"
 
 namespace sparsegdn::client {
 namespace {
@@ -194,6 +197,33 @@ TEST_F(SnapshotFileTest, OtherFilesAreRefused) {
   plain[0] = static_cast<char>(header.size());
   WriteBytes(Path("plain"), plain + header + "abcd");
   EXPECT_EQ(DetailsOf(ReadSnapshotFile(Path("plain")).status()).reason, "FILE_FORMAT");
+}
+
+// Under a right checksum, and so deep that to copy or compare it runs out of stack.
+TEST_F(SnapshotFileTest, DeeplyNestedShapeIsRefused) {
+  const std::string shape = std::string(500'000, '[') + std::string(500'000, ']');
+  const std::vector<std::string> values = {
+      "1",
+      "",
+      "0",
+      "0",
+      R"([{"name":"a","layer":0,"position":0,"dtype":"F32","xxh3_64":"0","shape":)" + shape + "}]",
+      ""};
+  nlohmann::json header;
+  for (size_t i = 0; i < values.size(); ++i) {
+    header["__metadata__"][kChecksummedKeys[i]] = values[i];
+  }
+  header["__metadata__"]["sparsegdn.metadata_xxh3_64"] =
+      absl::StrCat(absl::Hex(MetadataChecksum(values)));
+  std::string text = header.dump();
+  text.back() = ',';
+  text += R"("a":{"dtype":"F32","data_offsets":[0,0],"shape":)" + shape + "}}";
+  std::string bytes(8, '\0');
+  for (int i = 0; i < 8; ++i) bytes[i] = static_cast<char>(uint64_t{text.size()} >> (8 * i));
+  WriteBytes(Path("s"), bytes + text);
+  const absl::Status status = ReadSnapshotFile(Path("s")).status();
+  EXPECT_EQ(DetailsOf(status).reason, "FILE_FORMAT") << status;
+  EXPECT_NE(status.message().find("entry 0 of sparsegdn.tensors"), std::string::npos) << status;
 }
 
 TEST_F(SnapshotFileTest, LargerThanAllowedIsRefused) {
