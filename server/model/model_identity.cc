@@ -122,9 +122,10 @@ absl::StatusOr<std::string> ModelIdentity(const std::string& dir, const ModelCon
   SPARSEGDN_ASSIGN_OR_RETURN(const nlohmann::json files, FileList(dir, checkpoint));
   if (absl::StatusOr<std::string> text = ReadFile(path, kMaxCacheBytes); text.ok()) {
     const nlohmann::json cache = nlohmann::json::parse(*text, nullptr, false);
+    // Compared in place: to copy what is nested deep would use up the stack.
     if (cache.is_object() && cache.contains("identity") && IsIdentity(cache["identity"]) &&
-        cache.value("round_a_log", nlohmann::json()) == round_a_log &&
-        cache.value("files", nlohmann::json()) == files) {
+        cache.contains("round_a_log") && cache["round_a_log"] == round_a_log &&
+        cache.contains("files") && cache["files"] == files) {
       return cache["identity"].get<std::string>();
     }
   }

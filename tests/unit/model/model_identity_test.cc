@@ -133,8 +133,12 @@ TEST(ModelIdentityTest, BrokenCacheIsComputedAnew) {
   int computed = 0;
   const std::string identity = Cached(dir.path(), false, &computed);
   const std::string good = dir.Read(kIdentityCacheName);
+  // So deep that to copy it runs out of stack.
+  const std::string deep = std::string(500'000, '[') + std::string(500'000, ']');
+  const std::string head = "{\"identity\": \"" + std::string(64, 'a') + "\", \"round_a_log\": ";
   for (const std::string& text :
        {std::string("{"), std::string("[]"), std::string("{\"identity\": 5}"),
+        head + "false, \"files\": " + deep + "}", head + deep + ", \"files\": []}",
         good.substr(0, good.size() / 2), std::string(3 << 20, ' ')}) {
     dir.Write(kIdentityCacheName, text);
     computed = 0;
