@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -89,12 +90,13 @@ std::string Signed(const std::string& file) {
   return JoinFile(split.header.replace(at + key.size(), 16, digits), split.data);
 }
 
-void CheckAccepted(const client::SnapshotFile& file) {
+void CheckAccepted(const client::SnapshotFile& file, uint64_t data_bytes) {
   const client::Snapshot& snapshot = file.snapshot;
   Require(client::ValidateManifest(snapshot.manifest(), kMaxSnapshotBytes).ok(), "manifest");
   uint64_t bytes = 0;
   for (int i = 0; i < snapshot.size(); ++i) bytes += snapshot.data(i).size();
   Require(bytes == snapshot.manifest().total_bytes(), "bytes");
+  Require(bytes == data_bytes, "bytes of the file belong to no tensor, or to two");
 }
 
 void Read(const std::string& bytes) {
@@ -102,7 +104,7 @@ void Read(const std::string& bytes) {
   file.Write(bytes);
   const auto read = client::ReadSnapshotFile(file.path(), kMaxSnapshotBytes);
   NoteOutcome(read.status());
-  if (read.ok()) return CheckAccepted(*read);
+  if (read.ok()) return CheckAccepted(*read, SplitFile(bytes).data.size());
   RequireRefusal(
       read.status(),
       {StatusCode::kInvalidArgument, StatusCode::kDataLoss, StatusCode::kResourceExhausted}, 2048);
@@ -126,6 +128,17 @@ std::string FileOf(const v1::Manifest& manifest, const v1::Result* result) {
   std::string bytes(std::istreambuf_iterator<char>(file), {});
   std::filesystem::remove(path);
   return bytes;
+}
+
+// With eight bytes of nobody's before the last tensor.
+std::string WithGap(const std::string& file) {
+  Split split = SplitFile(file);
+  const std::string key = "\"data_offsets\":[";
+  const size_t at = split.header.rfind(key) + key.size();
+  const uint64_t begin = std::strtoull(split.header.c_str() + at, nullptr, 10);
+  const std::string offsets = absl::StrCat(begin + 8, ",", split.data.size() + 8);
+  split.header.replace(at, split.header.find(']', at) - at, offsets);
+  return JoinFile(split.header, split.data.insert(begin, 8, 'g'));
 }
 
 // With `depth` nested lists as the first tensor's shape, in the metadata and in its own entry.
@@ -165,6 +178,7 @@ std::vector<std::string> SnapshotFileSeeds() {
   return {plain,
           FileOf(manifest, &result),
           FileOf(empty, nullptr),
+          WithGap(plain),
           WithDeepShape(plain, 3),
           WithDeepShape(plain, kDeep),
           plain.substr(0, plain.size() - 1),

@@ -1,6 +1,7 @@
 // Input: a stream of SnapshotFrames (frames.h) as ImportSnapshot receives it; a chunk or an end
 // with the flag gets its right checksum first. Promise: a refusal that frees everything, or a
 // snapshot that holds exactly the uploaded bytes and can be resumed from.
+#include <cmath>
 #include <cstring>
 
 #include "server/engine/frame_writer.h"
@@ -64,8 +65,11 @@ class Upload {
       Require(import_->Finish(0).status().code() == status.code(), "a failed upload goes on");
       return Refused(status);
     }
+    const uint64_t most = manifest_.tensors[chunk.tensor()].bytes;
+    Require(chunk.byte_offset() <= most && chunk.data().size() <= most - chunk.byte_offset(),
+            "a chunk beyond its tensor is accepted");
     std::string& bytes = tensors_[chunk.tensor()];
-    bytes.resize(manifest_.tensors[chunk.tensor()].bytes);
+    bytes.resize(most);
     bytes.replace(chunk.byte_offset(), chunk.data().size(), chunk.data());
     received_ += chunk.data().size();
     return true;
@@ -93,16 +97,32 @@ class Upload {
   std::optional<engine::SnapshotRef> ref_;
 };
 
-// One token more, which computes from the snapshot.
+void RequireFinite(const Answer& answer) {
+  for (const auto& [tensor, bytes] : answer.tensors) {
+    Require(answer.manifest->tensors[tensor].dtype == engine::ExportDType::kF32, "dtype");
+    for (size_t at = 0; at < bytes.size(); at += sizeof(float)) {
+      float value;
+      std::memcpy(&value, bytes.data() + at, sizeof(value));
+      Require(std::isfinite(value), "a snapshot that is not finite is kept");
+    }
+  }
+}
+
+// One token more: before it the states are the uploaded ones, after it they are computed from them.
 void Resume(const engine::SnapshotRef& ref) {
   engine::PrefillRequest request;
   request.tokens = {5};
   request.resume_from = ref.snapshot_id;
   request.tenant = std::string(kTenant);
-  request.snapshot_at = engine::SnapshotAt::kAfterLast;
-  const absl::Status status = FuzzEngine::Get().Complete(request).status;
-  if (status.ok()) return;
-  RequireRefusal(status, {StatusCode::kOutOfRange}, 1024);
+  for (const auto at : {engine::SnapshotAt::kBeforeLast, engine::SnapshotAt::kAfterLast}) {
+    request.snapshot_at = at;
+    const Answer answer = FuzzEngine::Get().Complete(request);
+    if (answer.status.ok()) {
+      RequireFinite(answer);
+    } else {
+      RequireRefusal(answer.status, {StatusCode::kOutOfRange}, 1024);
+    }
+  }
 }
 
 std::string FrameOf(const v1::SnapshotFrame& message, uint8_t flags = kMendChecksum) {
