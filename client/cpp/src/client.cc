@@ -10,6 +10,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "sparsegdn/v1/prefill.grpc.pb.h"
 #include "src/assembler.h"
 #include "src/errors.h"
@@ -272,6 +273,18 @@ std::string TargetUri(const std::string& target) {
   return has_scheme ? target : absl::StrCat("dns:///", target);
 }
 
+// GetModelInfo is left out: WaitUntilReady asks again by itself.
+std::string RetryConfig(int max_attempts) {
+  return absl::StrFormat(
+      R"({"methodConfig": [{"name": [
+          {"service": "sparsegdn.v1.PrefillService", "method": "Prefill"},
+          {"service": "sparsegdn.v1.PrefillService", "method": "ImportSnapshot"},
+          {"service": "sparsegdn.v1.PrefillService", "method": "ReleaseSnapshot"}],
+        "retryPolicy": {"maxAttempts": %d, "initialBackoff": "0.1s", "maxBackoff": "1s",
+          "backoffMultiplier": 3, "retryableStatusCodes": ["UNAVAILABLE"]}}]})",
+      max_attempts);
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const ConnectOptions& options) {
@@ -279,7 +292,14 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const ConnectOptions& op
     return MakeError(absl::StatusCode::kInvalidArgument, "TARGET_EMPTY", "target",
                      "target is empty, wanted host:port or a gRPC URI");
   }
+  if (options.max_attempts < 1 || options.max_attempts > 5) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "MAX_ATTEMPTS", "max_attempts",
+                     absl::StrCat("max_attempts is ", options.max_attempts, ", wanted 1 to 5"));
+  }
   grpc::ChannelArguments arguments;
+  if (options.max_attempts > 1) {
+    arguments.SetServiceConfigJSON(RetryConfig(options.max_attempts));
+  }
   arguments.SetLoadBalancingPolicyName("round_robin");
   arguments.SetMaxReceiveMessageSize(options.max_receive_message_bytes);
   arguments.SetInt("grpc.per_rpc_retry_buffer_size", static_cast<int>(options.retry_buffer_bytes));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -145,6 +146,22 @@ class _PrefillStream:
         )
 
 
+def _retry_config(max_attempts: int) -> str:
+    policy = {
+        "maxAttempts": max_attempts,
+        "initialBackoff": "0.1s",
+        "maxBackoff": "1s",
+        "backoffMultiplier": 3,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    # GetModelInfo is left out: wait_until_ready asks again by itself.
+    names = [
+        {"service": SERVICE.strip("/"), "method": method}
+        for method in ("Prefill", "ImportSnapshot", "ReleaseSnapshot")
+    ]
+    return json.dumps({"methodConfig": [{"name": names, "retryPolicy": policy}]})
+
+
 class PrefillClient:
     """A connection to one service. Thread-safe; calls may run concurrently and block.
 
@@ -152,6 +169,11 @@ class PrefillClient:
         target: "host:port" (resolved as dns:///, round robin over its addresses) or a gRPC URI.
         credentials: a grpc.ChannelCredentials; None for plain text.
         max_snapshot_bytes: bound on what a manifest may claim.
+        max_attempts: prefill, import_snapshot and release: a call that ends with UNAVAILABLE
+            before its first answer (connection failed, server loading or draining) is sent again
+            after 0.1 to 1 s, up to this many times in all, 1 to 5; over several addresses the
+            next attempt goes to another one.
+        retry_buffer_bytes: only a call whose request fits is sent again.
     """
 
     def __init__(
@@ -162,18 +184,22 @@ class PrefillClient:
         max_receive_message_bytes: int = 64 << 20,
         retry_buffer_bytes: int = 64 << 20,
         max_snapshot_bytes: int = 64 << 30,
+        max_attempts: int = 4,
     ) -> None:
         if not target:
             raise ValueError("target is empty, wanted host:port or a gRPC URI")
+        if not 1 <= max_attempts <= 5:
+            raise ValueError(f"max_attempts is {max_attempts}, wanted 1 to 5")
         options = [
             ("grpc.lb_policy_name", "round_robin"),
             ("grpc.max_receive_message_length", max_receive_message_bytes),
             ("grpc.max_send_message_length", -1),
-            # Calls are retried transparently only while their request fits.
             ("grpc.per_rpc_retry_buffer_size", retry_buffer_bytes),
             ("grpc.initial_reconnect_backoff_ms", 200),
             ("grpc.max_reconnect_backoff_ms", 2000),
         ]
+        if max_attempts > 1:
+            options.append(("grpc.service_config", _retry_config(max_attempts)))
         uri = _target_uri(target)
         self._channel = (
             grpc.insecure_channel(uri, options)

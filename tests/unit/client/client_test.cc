@@ -358,6 +358,42 @@ TEST(ClientTest, UnreachableServerIsUnavailable) {
   EXPECT_EQ(Client::Connect({}).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
+TEST(ClientTest, UnavailableBeforeTheFirstAnswerIsTriedAgain) {
+  FakeServer server;
+  std::atomic<int> asked{0};
+  server.service.on_prefill = [&asked](grpc::ServerContext*, const v1::PrefillRequest&,
+                                       auto* writer) {
+    if (++asked < 3) return grpc::Status(grpc::StatusCode::UNAVAILABLE, "draining");
+    return Send(GoodEvents(), writer);
+  };
+  EXPECT_TRUE(server.Connect()->Prefill({}).ok());
+  EXPECT_EQ(asked, 3);
+  asked = 0;
+  auto once = *Client::Connect({.target = server.target, .max_attempts = 1});
+  EXPECT_EQ(once->Prefill({}).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(asked, 1);
+}
+
+TEST(ClientTest, UnavailableAfterAnAnswerIsNotTriedAgain) {
+  FakeServer server;
+  std::atomic<int> asked{0};
+  server.service.on_prefill = [&asked](grpc::ServerContext*, const v1::PrefillRequest&,
+                                       auto* writer) {
+    ++asked;
+    return Send({GoodEvents().front()}, writer,
+                grpc::Status(grpc::StatusCode::UNAVAILABLE, "device lost"));
+  };
+  EXPECT_EQ(server.Connect()->Prefill({}).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(asked, 1);
+}
+
+TEST(ClientTest, AttemptsOutOfRange) {
+  for (int attempts : {-1, 0, 6}) {
+    const auto client = Client::Connect({.target = "127.0.0.1:1", .max_attempts = attempts});
+    EXPECT_EQ(client.status().code(), absl::StatusCode::kInvalidArgument) << attempts;
+  }
+}
+
 TEST(ClientTest, WaitUntilReadyOutlastsLoading) {
   FakeServer server;
   std::atomic<int> asked{0};

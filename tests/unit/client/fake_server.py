@@ -182,6 +182,7 @@ class FakeServer:
         self.ever_kept = 0
         self.saw_cancel = threading.Event()
         self.loading = False
+        self.unavailable = 0  # answers of Prefill that will be UNAVAILABLE
         self._server = grpc.server(
             futures.ThreadPoolExecutor(16),
             options=[("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0)],
@@ -223,6 +224,9 @@ class FakeServer:
 
     def prefill(self, request: Any, context: Any) -> Any:
         self.requests.append(request)
+        if self.unavailable > 0:
+            self.unavailable -= 1
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the server is draining")
         if not request.token_ids:
             _abort(
                 context,

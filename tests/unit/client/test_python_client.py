@@ -190,6 +190,20 @@ class ClientTest(unittest.TestCase):
             self.client.wait_until_ready(0.3)
         self.assertEqual(caught.exception.code, "UNAVAILABLE")
 
+    def test_unavailable_before_the_first_answer_is_tried_again(self):
+        self.server.unavailable = 2
+        before = len(self.server.requests)
+        self.client.prefill(TOKENS)
+        self.assertEqual(len(self.server.requests) - before, 3)
+        self.server.unavailable = 1
+        with PrefillClient(self.server.target, max_attempts=1) as once:
+            with self.assertRaises(PrefillError) as caught:
+                once.prefill(TOKENS)
+        self.assertEqual(caught.exception.code, "UNAVAILABLE")
+        for attempts in (0, 6):
+            with self.assertRaises(ValueError):
+                PrefillClient("127.0.0.1:1", max_attempts=attempts)
+
     def test_two_threads_share_a_client(self):
         results = {}
 

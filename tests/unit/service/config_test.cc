@@ -2,6 +2,7 @@
 #include "server/service/config.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <fstream>
 #include <set>
@@ -13,7 +14,8 @@ namespace {
 
 std::string WriteFile(const std::string& text) {
   static int count = 0;
-  const std::string path = ::testing::TempDir() + "/config" + std::to_string(++count) + ".json";
+  const std::string path = ::testing::TempDir() + "/config-" + std::to_string(getpid()) + "-" +
+                           std::to_string(++count) + ".json";
   std::ofstream(path) << text;
   return path;
 }

@@ -1,6 +1,7 @@
 // Health, readiness, refusals while loading and draining, the other methods, listeners in use.
 #include <grpcpp/impl/codegen/client_unary_call.h>
 #include <httplib.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <fstream>
@@ -238,7 +239,7 @@ TEST_F(LifecycleTest, AddressesThatAreNone) {
 
 TEST_F(LifecycleTest, ThePortFileHoldsBothPorts) {
   ServerConfig config = LoopbackConfig();
-  config.port_file = ::testing::TempDir() + "/ports";
+  config.port_file = ::testing::TempDir() + "/ports-" + std::to_string(getpid());
   Start(config);
   std::ifstream file(config.port_file);
   int grpc_port = 0, http_port = 0;

@@ -53,9 +53,10 @@ class ServiceEngineTest : public ::testing::Test {
   std::unique_ptr<v1::PrefillService::Stub> NewStub() {
     grpc::ChannelArguments arguments;
     arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-    return v1::PrefillService::NewStub(
-        grpc::CreateCustomChannel("127.0.0.1:" + std::to_string(server_->port()),
-                                  grpc::InsecureChannelCredentials(), arguments));
+    auto channel = grpc::CreateCustomChannel("127.0.0.1:" + std::to_string(server_->port()),
+                                             grpc::InsecureChannelCredentials(), arguments);
+    EXPECT_TRUE(channel->WaitForConnected(std::chrono::system_clock::now() + seconds(20)));
+    return v1::PrefillService::NewStub(channel);
   }
   static v1::PrefillRequest Prompt(int tokens, int seed = 0) {
     v1::PrefillRequest request;

@@ -43,6 +43,9 @@ void ServiceTest::Start(const ServerConfig& config, bool serve) {
   arguments.SetMaxReceiveMessageSize(16 << 20);
   channel_ = grpc::CreateCustomChannel("127.0.0.1:" + std::to_string(server_->port()),
                                        grpc::InsecureChannelCredentials(), arguments);
+  // A first connection can fail for reasons of the machine; these tests are about the calls.
+  ASSERT_TRUE(
+      channel_->WaitForConnected(std::chrono::system_clock::now() + std::chrono::seconds(20)));
   stub_ = v1::PrefillService::NewStub(channel_);
 }
 

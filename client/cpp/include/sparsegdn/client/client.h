@@ -35,8 +35,13 @@ struct ConnectOptions {
   std::string target = {};
   std::shared_ptr<grpc::ChannelCredentials> credentials = nullptr;  // null: plain text
   int max_receive_message_bytes = 64 << 20;
-  // A call is retried transparently (server lost before it saw the call) only while its request
-  // fits: gRPC's own default, 256 KiB, is a prompt of 64K tokens.
+  // Prefill, ImportSnapshot and Release: a call that ends with UNAVAILABLE before its first answer
+  // (connection failed, server loading or draining) is sent again after 0.1 to 1 s, up to this many
+  // times in all; over several addresses the next attempt goes to another one. 1 to 5, gRPC's
+  // limit.
+  int max_attempts = 4;
+  // Only a call whose request fits is sent again: gRPC's own default, 256 KiB, is a prompt of 64K
+  // tokens.
   int64_t retry_buffer_bytes = 64 << 20;
   // Bound on Manifest.total_bytes, whatever a server claims.
   uint64_t max_snapshot_bytes = uint64_t{64} << 30;
