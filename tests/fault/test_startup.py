@@ -249,7 +249,7 @@ class Tls(unittest.TestCase):
     def test_the_tenant_is_the_client_certificates(self):
         with tempfile.TemporaryDirectory() as name:
             authority = Authority(name)
-            authority.sign("server", "/CN=localhost", "DNS:localhost")
+            authority.sign("server", "/CN=localhost", "IP:127.0.0.1")
             clients = {"alice": authority.sign("alice", "/CN=x", "URI:spiffe://t/alice,DNS:common"),
                        "bob": authority.sign("bob", "/CN=x", "URI:spiffe://t/bob,DNS:common"),
                        "carol": authority.sign("carol", "/CN=carol"),
@@ -261,13 +261,13 @@ class Tls(unittest.TestCase):
                 stubs = {}
                 for who, (key, cert) in clients.items():
                     channel = grpc.secure_channel(
-                        f"localhost:{server.port}",
+                        f"127.0.0.1:{server.port}",
                         grpc.ssl_channel_credentials(ca.read_bytes(), key, cert),
                         options=[("grpc.use_local_subchannel_pool", 1)])
                     self.addCleanup(channel.close)
                     stubs[who] = prefill_pb2_grpc.PrefillServiceStub(channel)
                 self.check_tenants(server, stubs)
-                with grpc.secure_channel(f"localhost:{server.port}", grpc.ssl_channel_credentials(
+                with grpc.secure_channel(f"127.0.0.1:{server.port}", grpc.ssl_channel_credentials(
                         ca.read_bytes())) as channel:  # no certificate at all
                     with self.assertRaises(grpc.RpcError) as caught:
                         prefill_pb2_grpc.PrefillServiceStub(channel).GetModelInfo(
@@ -303,11 +303,11 @@ class Tls(unittest.TestCase):
             subprocess.run(
                 ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
                  "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", "/CN=localhost",
-                 "-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", cert],
+                 "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert],
                 check=True, capture_output=True)
             with Server("--tls-cert", cert, "--tls-key", key) as server:
                 credentials = grpc.ssl_channel_credentials(Path(cert).read_bytes())
-                with grpc.secure_channel(f"localhost:{server.port}", credentials) as channel:
+                with grpc.secure_channel(f"127.0.0.1:{server.port}", credentials) as channel:
                     stub = prefill_pb2_grpc.PrefillServiceStub(channel)
                     info = stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=10)
                     self.assertEqual(info.model_name, "tiny-hybrid")

@@ -74,7 +74,7 @@ Command InfoCommand() {
   return {"info",
           "",
           "show the server's model, limits and default budget",
-          "  sparsegdn info --server localhost:50051 --wait 60\n",
+          "  sparsegdn info --server 127.0.0.1:50051 --wait 60\n",
           {SessionFlags()},
           RunInfo};
 }

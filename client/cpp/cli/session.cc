@@ -15,7 +15,7 @@ namespace sparsegdn::cli {
 FlagGroup SessionFlags() {
   return {"Connection and output",
           {{"server", "ADDRESS",
-            "host:port of the server (default: $SPARSEGDN_SERVER, or localhost:50051)."},
+            "host:port of the server (default: $SPARSEGDN_SERVER, or 127.0.0.1:50051)."},
            {"timeout", "SECONDS", "Give up a call after this long (exit code 5)."},
            {"wait", "SECONDS", "Wait this long for a server that is still starting."},
            {"tenant", "NAME", "Counts only where the server runs without authentication."},
@@ -57,7 +57,7 @@ absl::StatusOr<Session> Session::Open(const Args& args) {
   client::ConnectOptions options;
   options.target = args.Text("server", from_environment != nullptr && *from_environment != '\0'
                                            ? from_environment
-                                           : "localhost:50051");
+                                           : "127.0.0.1:50051");
   std::optional<double> timeout, wait;
   for (absl::Status status : {args.Read("timeout", &timeout), args.Read("wait", &wait)}) {
     if (!status.ok()) return status;

@@ -2,7 +2,7 @@
 
     from sparsegdn_client import Budget, PrefillClient
 
-    with PrefillClient("localhost:50051") as client:
+    with PrefillClient("127.0.0.1:50051") as client:
         done = client.prefill([5, 17, 42], budget=Budget(retention=0.29))
         state = done.snapshot.state(layer=0)      # float32 [Hv, Dk, Dv]
 """
