@@ -169,7 +169,7 @@ Result EngineImpl::MakeResult(const Request& request, uint64_t digest) const {
   result.snapshot_position = plan.snapshot_position;
   result.usage.prompt_tokens = plan.prompt_tokens;
   result.usage.computed_tokens = request.computed_tokens;
-  result.usage.cached_tokens = plan.first_position;
+  result.usage.cached_tokens = request.start_position;
   result.usage.events_total = request.computed_tokens * std::ssize(request.selected);
   result.retained_layers = layout_.linear_layers;
   const size_t pairs = static_cast<size_t>(layout_.pairs);

@@ -37,10 +37,15 @@ struct EngineLimits {
   uint32_t max_ttl_seconds = 3600;
 };
 
+class PrefixStore;  // prefix_store.h
+
 struct EngineConfig {
   Budget default_budget;      // retention 0.29, AUTO, SELF when nothing is configured
   int64_t chunk_windows = 1;  // a request is cut at absolute multiples of this many windows
   int64_t kept_snapshot_bytes = int64_t{1} << 30;
+  int64_t prefix_cache_bytes = 0;  // of states and KV at window boundaries, for reuse; 0: none
+  std::shared_ptr<PrefixStore> prefix_remote;  // behind the one in memory; null: none
+  double prefix_fetch_seconds = 2.0;           // longest that a request waits for it
   int64_t frame_bytes = 1 << 20;      // of a TensorChunk, <= 3 MiB
   double stuck_step_seconds = 600.0;  // a step running longer makes healthy() false; 0: never
   EngineLimits limits;
@@ -65,12 +70,24 @@ class EngineObserver {
   virtual void OnSlowReader(int64_t /*bytes*/) {}
 };
 
+// Of prefix reuse: counters since start, but for what says otherwise.
+struct PrefixCacheStats {
+  int64_t memory_hits = 0, remote_hits = 0, misses = 0;  // requests that could have reused a prefix
+  int64_t tokens_saved = 0;
+  int64_t bytes = 0, entries = 0;  // in memory now
+  int64_t evictions = 0, corrupt = 0, not_stored = 0;
+  int64_t remote_read_bytes = 0, remote_written_bytes = 0;
+  int64_t remote_read_errors = 0, remote_write_errors = 0;
+  bool remote_available = false;  // now; false without one
+};
+
 // Gauges, read at scrape time.
 struct EngineGauges {
   int64_t queue_requests = 0, queue_tokens = 0, running_requests = 0;
   int64_t free_slots = 0, free_kv_tokens = 0;
   int64_t kept_snapshots = 0, kept_snapshot_bytes = 0, buffered_bytes = 0;
   int64_t queue_bytes = 0;
+  PrefixCacheStats prefix;
 };
 
 // One call's stream of events, from Submit until its end. Thread-safe.

@@ -49,6 +49,10 @@ absl::Status ValidateConfig(const EngineConfig& config, const model::ModelRunner
                                   " for a step of ", limits.max_batch_tokens, " tokens"));
   }
   status.Update(AtLeast("kept_snapshot_bytes", config.kept_snapshot_bytes, 0));
+  status.Update(AtLeast("prefix_cache_bytes", config.prefix_cache_bytes, 0));
+  if (!(config.prefix_fetch_seconds >= 0 && config.prefix_fetch_seconds <= 600)) {
+    status.Update(Invalid("prefix_fetch_seconds", "wanted 0 to 600"));
+  }
   if (config.frame_bytes < kMinFrameBytes || config.frame_bytes > kMaxFrameBytes) {
     status.Update(Invalid("frame_bytes", absl::StrCat("got ", config.frame_bytes, ", wanted ",
                                                       kMinFrameBytes, " to ", kMaxFrameBytes)));

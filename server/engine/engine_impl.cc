@@ -14,6 +14,21 @@ namespace {
 
 constexpr int64_t kMinRetryMs = 100, kMaxRetryMs = 30'000;
 
+std::unique_ptr<PrefixCache> MakePrefixCache(const EngineConfig& config, const Layout& layout,
+                                             const Clock* clock,
+                                             const std::shared_ptr<StreamShared>& shared,
+                                             EngineImpl::Mode mode) {
+  if (config.prefix_cache_bytes == 0) return nullptr;
+  PrefixCache::Options options;
+  options.max_bytes = config.prefix_cache_bytes;
+  options.fetch_ns = static_cast<int64_t>(config.prefix_fetch_seconds * 1e9);
+  options.remote = config.prefix_remote;
+  options.mode = mode == EngineImpl::Mode::kThread ? TaskThread::Mode::kThread
+                                                   : TaskThread::Mode::kInline;
+  return std::make_unique<PrefixCache>(options, layout, clock,
+                                       [shared] { shared->waker.Wake(); });
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineConfig& config,
@@ -26,7 +41,7 @@ absl::StatusOr<std::unique_ptr<EngineImpl>> EngineImpl::Create(
     const EngineConfig& config, std::unique_ptr<model::ModelRunner> runner,
     EngineObserver* observer, Clock* clock, Mode mode) {
   if (absl::Status s = ValidateConfig(config, *runner); !s.ok()) return s;
-  std::unique_ptr<EngineImpl> engine(new EngineImpl(config, std::move(runner), observer, clock));
+  std::unique_ptr<EngineImpl> engine(new EngineImpl(config, std::move(runner), observer, clock, mode));
   if (mode == Mode::kThread) {
     engine->executor_ = std::thread([raw = engine.get()] { raw->ExecutorLoop(); });
   }
@@ -34,7 +49,7 @@ absl::StatusOr<std::unique_ptr<EngineImpl>> EngineImpl::Create(
 }
 
 EngineImpl::EngineImpl(const EngineConfig& config, std::unique_ptr<model::ModelRunner> runner,
-                       EngineObserver* observer, Clock* clock)
+                       EngineObserver* observer, Clock* clock, Mode mode)
     : config_(config),
       runner_(std::move(runner)),
       observer_(observer),
@@ -42,6 +57,7 @@ EngineImpl::EngineImpl(const EngineConfig& config, std::unique_ptr<model::ModelR
       layout_(runner_->info()),
       snapshots_(config.kept_snapshot_bytes, clock),
       shared_(std::make_shared<StreamShared>()),
+      prefix_cache_(MakePrefixCache(config, layout_, clock, shared_, mode)),
       limits_(config.limits) {
   shared_->clock = clock;
   PublishGauges();
@@ -137,6 +153,8 @@ absl::StatusOr<std::shared_ptr<PrefillCall>> EngineImpl::Submit(PrefillRequest r
   auto stream = std::make_shared<EventStream>(shared_);
   auto entry = std::make_unique<Request>(*std::move(plan), stream);
   entry->arrival_ns = now;
+  PrefixPlan prefix;
+  if (prefix_cache_ != nullptr) prefix = PlanPrefix(entry->plan, runner_->info());
   entry->queued_bytes = entry->plan.QueuedBytes();
   {
     std::lock_guard lock(queue_mutex_);
@@ -150,6 +168,7 @@ absl::StatusOr<std::shared_ptr<PrefillCall>> EngineImpl::Submit(PrefillRequest r
       accepted.queued_tokens += static_cast<int64_t>(other->plan.request.tokens.size());
     }
     stream->Push(accepted);  // nobody has a callback yet
+    if (prefix_cache_ != nullptr) entry->prefix = prefix_cache_->Start(std::move(prefix));
     entry->sequence = next_sequence_++;
     CountQueued(*entry, 1);
     active_.fetch_add(1, std::memory_order_acq_rel);
@@ -190,6 +209,7 @@ EngineGauges EngineImpl::gauges() const {
   gauges.kept_snapshots = snapshots_.size();
   gauges.kept_snapshot_bytes = snapshots_.bytes();
   gauges.buffered_bytes = shared_->buffered_bytes;
+  if (prefix_cache_ != nullptr) gauges.prefix = prefix_cache_->stats();
   return gauges;
 }
 

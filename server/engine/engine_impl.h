@@ -17,6 +17,7 @@
 #include "server/engine/engine.h"
 #include "server/engine/event_stream.h"
 #include "server/engine/layout.h"
+#include "server/engine/prefix_cache.h"
 #include "server/engine/request.h"
 #include "server/engine/snapshot_import.h"
 #include "server/engine/snapshot_table.h"
@@ -45,13 +46,16 @@ class EngineImpl final : public Engine {
   bool healthy() const override;
   bool Drain(int64_t timeout_ns) override;
 
+  // For tests: null without prefix reuse.
+  PrefixCache* prefix_cache() { return prefix_cache_.get(); }
+
   // One scheduling round: reap, admit, at most one step. True when a step ran or a request ended.
   // Only in kInline mode, or from the executor.
   bool RunOneRound();
 
  private:
   EngineImpl(const EngineConfig& config, std::unique_ptr<model::ModelRunner> runner,
-             EngineObserver* observer, Clock* clock);
+             EngineObserver* observer, Clock* clock, Mode mode);
 
   class Sink;
   using RequestPtr = std::unique_ptr<Request>;
@@ -82,6 +86,14 @@ class EngineImpl final : public Engine {
   void FailDead();
   void PublishGauges();
 
+  // Prefix reuse (prefix_flow.cc).
+  bool SettlePrefix(Request& request);
+  absl::Status LoadPrefix(Request& request);
+  bool Replay(const EngineLimits& limits);
+  void ReplayWindow(Request& request);
+  void RecordChunk(Request& request, model::Chunk& chunk);
+  void KeepRecorded(Request& request);
+
   // The end of a request.
   absl::Status StopReason(const Request& request, int64_t now) const;
   void Stop(Request& request, absl::Status status, EngineObserver::Stage stage);
@@ -99,6 +111,7 @@ class EngineImpl final : public Engine {
   SnapshotTable snapshots_;
   ImportRegistry imports_;
   const std::shared_ptr<StreamShared> shared_;
+  const std::unique_ptr<PrefixCache> prefix_cache_;  // null: no reuse
 
   mutable std::mutex queue_mutex_;
   EngineLimits limits_;

@@ -55,10 +55,16 @@ class EngineImpl::Sink final : public model::StepSink {
   void OnState(size_t chunk, int32_t layer, int64_t position, model::BufferView recurrent,
                model::BufferView conv) override {
     requests_[chunk]->builder->AddState(layer, position, recurrent, conv);
+    if (PrefixRecorder* recorder = requests_[chunk]->recorder.get()) {
+      recorder->AddState(layer, position, recurrent, conv);
+    }
   }
   void OnKv(size_t chunk, int32_t layer, int64_t first_position, model::BufferView key,
             model::BufferView value) override {
     requests_[chunk]->builder->AddKv(layer, first_position, key, value);
+    if (PrefixRecorder* recorder = requests_[chunk]->recorder.get()) {
+      recorder->AddKv(layer, first_position, key, value);
+    }
   }
   void OnLogits(size_t chunk, int64_t position, std::span<const float> logits) override {
     requests_[chunk]->builder->AddLogits(position, logits);
@@ -86,6 +92,7 @@ bool EngineImpl::RunOneRound() {
     FailDead();
   } else {
     progress |= Admit(current);
+    progress |= Replay(current);
     progress |= Step(current);
   }
   PublishGauges();
@@ -115,9 +122,9 @@ EngineImpl::RequestPtr EngineImpl::NextAdmission(const EngineLimits& limits) {
   for (const size_t i : AdmissionOrder(view, clock_->NowNs())) {
     Request& request = *waiting_[i];
     if (request.plan.tokens_to_run() > 0) {
-      const bool is_long = request.plan.tokens_to_run() > request.plan.chunk_tokens;
       const int32_t free = runner_->free_slots();
-      if (free == 0) continue;
+      if (free == 0 || !SettlePrefix(request)) continue;
+      const bool is_long = request.tokens_to_run() > request.plan.chunk_tokens;
       if (free == 1 && reserve_last && is_long && request.bypassed < kMaxBypass) {
         passed.push_back(&request);
         continue;
@@ -175,8 +182,9 @@ absl::Status EngineImpl::Prepare(Request& request) {
                     std::string(s.message()));
     }
   }
+  if (absl::Status s = LoadPrefix(request); !s.ok()) return s;
   request.stream->Push(plan.manifest);
-  request.stream->Push(Progress{0, plan.tokens_to_run()});
+  request.stream->Push(Progress{0, request.tokens_to_run()});
   request.builder = std::make_unique<SnapshotBuilder>(
       plan, layout_, config_.frame_bytes, [this, r = &request](TensorChunk chunk) {
         if (!std::exchange(r->first_frame_seen, true)) {
@@ -206,6 +214,7 @@ std::vector<size_t> EngineImpl::Choose(const EngineLimits& limits) {
   std::vector<size_t> index;
   for (size_t i = 0; i < running_.size(); ++i) {
     Request& r = *running_[i];
+    if (r.replaying()) continue;
     if (r.stream->buffered_bytes() >= limits.max_buffered_bytes_per_call) {
       pause(r);
       continue;
@@ -250,6 +259,7 @@ bool EngineImpl::Step(const EngineLimits& limits) {
     if (!r.started) observer_->OnQueueWait(static_cast<double>(begin - r.arrival_ns) * 1e-9);
     requests.push_back(running_[i].get());
     chunks.push_back(ChunkOf(*running_[i], !layout_.full_layers.empty()));
+    RecordChunk(*running_[i], chunks.back());
     tokens += static_cast<int64_t>(chunks.back().tokens.size());
   }
   ++step_;
@@ -297,7 +307,8 @@ void EngineImpl::AfterStep(const std::vector<size_t>& chosen,
       Fail(*request, request->builder->status());
       request.reset();
     } else {
-      request->stream->Push(Progress{request->computed_tokens, request->plan.tokens_to_run()});
+      KeepRecorded(*request);
+      request->stream->Push(Progress{request->computed_tokens, request->tokens_to_run()});
       if (request->position == request->plan.end_position) {
         Finish(*request);
         request.reset();

@@ -9,6 +9,8 @@
 
 #include "server/engine/event_stream.h"
 #include "server/engine/plan.h"
+#include "server/engine/prefix_cache.h"
+#include "server/engine/prefix_recorder.h"
 #include "server/engine/snapshot_builder.h"
 #include "server/engine/snapshot_table.h"
 
@@ -17,12 +19,21 @@ namespace sparsegdn::engine {
 // Owned by the queue, then by the executor; never shared.
 struct Request {
   Request(RequestPlan p, std::shared_ptr<EventStream> s)
-      : plan(std::move(p)), stream(std::move(s)) {}
+      : plan(std::move(p)), stream(std::move(s)), start_position(plan.first_position) {}
 
   RequestPlan plan;
   std::shared_ptr<EventStream> stream;
   std::unique_ptr<SnapshotBuilder> builder;                 // from admission on; refers to plan
   std::unique_ptr<SnapshotTable::Reservation> reservation;  // with keep_snapshot
+
+  int64_t start_position;                    // what is before it came from a snapshot or a prefix
+  std::shared_ptr<PrefixLookup> prefix;      // null: nothing to reuse or to store
+  std::unique_ptr<PrefixRecorder> recorder;  // of the chunk that runs
+  int64_t replayed = 0;                      // windows of the prefix that the stream has
+  // Tokens that the model runs for it, in all and from now on.
+  int64_t tokens_to_run() const { return plan.end_position - start_position; }
+  int64_t tokens_left() const { return plan.end_position - position; }
+  bool replaying() const { return prefix && replayed < std::ssize(prefix->entries()); }
 
   uint64_t sequence = 0;  // of arrival
   int64_t queued_bytes = 0;

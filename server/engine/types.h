@@ -55,7 +55,9 @@ struct PrefillRequest {
   std::string resume_from;
   std::optional<int64_t> first_position;
   bool keep_snapshot = false;
+  bool pin_snapshot = false;  // never evicted before its time
   uint32_t ttl_seconds = 0;
+  bool prefix_reuse = true;  // may start from a stored prefix and leave its own
   int32_t priority = 0;
   std::string request_id;
   std::string tenant;
