@@ -6,7 +6,7 @@ build_packages=(
   libgrpc++-dev protobuf-compiler protobuf-compiler-grpc libprotobuf-dev libabsl-dev libre2-dev
   libc-ares-dev libssl-dev zlib1g-dev prometheus-cpp-dev nlohmann-json3-dev libspdlog-dev
   libcpp-httplib-dev libopenblas-dev libhwy-dev libxxhash-dev
-  libgtest-dev libgmock-dev
+  libgtest-dev libgmock-dev libhiredis-dev libzstd-dev
 )
 client_packages=(python3 python3-numpy python3-grpcio python3-protobuf python3-xxhash)
 

@@ -42,6 +42,8 @@ absl::StatusOr<EnginePtr> TryLoadEngine(const service::ServerConfig& config,
   if (!options.ok()) return options.status();
   auto runner = sparsegdn::model::LoadModel(*options);
   if (!runner.ok()) return runner.status();
+  absl::Status redis = service::AddRedis(config, (*runner)->info(), *engine_config);
+  if (!redis.ok()) return redis;
   engine_config->stuck_step_seconds = service::StuckStepSeconds(config, (*runner)->info().backend);
   auto created =
       engine::Engine::Create(*engine_config, *std::move(runner), observer, engine::Clock::Real());
@@ -130,6 +132,10 @@ int main(int argc, char** argv) {
   for (char** entry = environ; *entry != nullptr; ++entry) env.emplace_back(*entry);
 
   absl::StatusOr<service::Invocation> invocation = service::ParseConfig(args, env);
+  if (invocation.ok() && !invocation->config.redis.empty()) {
+    const absl::Status redis = service::ToRedisOptions(invocation->config).status();
+    if (!redis.ok()) invocation = redis;
+  }
   if (!invocation.ok()) {
     std::fprintf(stderr, "sparsegdn-server: %s\n",
                  std::string(invocation.status().message()).c_str());

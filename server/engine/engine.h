@@ -112,6 +112,8 @@ class SnapshotImport {
   virtual absl::Status Add(uint32_t tensor, uint64_t byte_offset, std::string_view data,
                            uint64_t xxh3_64) = 0;
   virtual absl::StatusOr<SnapshotRef> Finish(uint64_t digest) = 0;
+  // Before Finish: the snapshot is pinned, or Finish fails.
+  virtual void Pin() {}
 };
 
 // Thread-safe. Owns the executor thread that steps the runner.

@@ -175,6 +175,10 @@ absl::Status EngineImpl::Prepare(Request& request) {
         snapshots_.Reserve(layout_.kept_bytes(plan.snapshot_position), plan.base.get());
     if (!reservation.ok()) return reservation.status();
     request.reservation = *std::move(reservation);
+    if (plan.request.pin_snapshot) {
+      absl::Status s = request.reservation->Pin(layout_.kept_bytes(plan.snapshot_position));
+      if (!s.ok()) return s;
+    }
   }
   if (request.slot >= 0 && plan.base) {
     if (absl::Status s = runner_->Load(request.slot, ImageOf(*plan.base, layout_)); !s.ok()) {

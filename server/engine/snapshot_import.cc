@@ -25,6 +25,7 @@ class ImportHandle final : public SnapshotImport {
     return state_->Add(tensor, byte_offset, data, xxh3_64);
   }
   absl::StatusOr<SnapshotRef> Finish(uint64_t digest) override { return state_->Finish(digest); }
+  void Pin() override { state_->Pin(); }
 
  private:
   const std::shared_ptr<ImportState> state_;
@@ -54,6 +55,11 @@ void ImportState::EndLocked(absl::Status status) {
 void ImportState::End(absl::Status status) {
   std::lock_guard lock(mutex_);
   EndLocked(std::move(status));
+}
+
+void ImportState::Pin() {
+  std::lock_guard lock(mutex_);
+  pin_ = true;
 }
 
 void ImportState::EndIfIdle(int64_t now_ns, double idle_seconds) {
@@ -169,6 +175,9 @@ absl::StatusOr<SnapshotRef> ImportState::FinishLocked(uint64_t digest) {
   const int64_t kept_bytes = layout_.kept_bytes(plan_.position);
   if (absl::Status s = Charge(std::max<int64_t>(0, kept_bytes - charged_bytes_)); !s.ok()) {
     return s;
+  }
+  if (pin_) {
+    if (absl::Status s = reservation_->Pin(kept_bytes); !s.ok()) return s;
   }
   absl::StatusOr<std::shared_ptr<const Snapshot>> snapshot = MakeSnapshot();
   if (!snapshot.ok()) return snapshot.status();

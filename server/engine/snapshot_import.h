@@ -33,6 +33,7 @@ class ImportState {
 
   absl::Status Add(uint32_t tensor, uint64_t byte_offset, std::string_view data, uint64_t hash);
   absl::StatusOr<SnapshotRef> Finish(uint64_t digest);
+  void Pin();
   // Frees everything; later calls return `status`.
   void End(absl::Status status);
   // Never waits: an upload that another thread works on is not idle.
@@ -70,6 +71,7 @@ class ImportState {
   std::unique_ptr<SnapshotTable::Reservation> reservation_;
   int64_t charged_bytes_ = 0;  // of the reservation
   int64_t last_ns_;
+  bool pin_ = false;
 };
 
 // The uploads of one engine. Ends them all when it goes.

@@ -31,6 +31,7 @@ absl::StatusOr<std::string> RandomId() {
 SnapshotTable::Reservation::~Reservation() {
   std::lock_guard lock(table_->mutex_);
   table_->reserved_bytes_ -= bytes_;
+  table_->pinned_bytes_ -= pinned_bytes_;
   for (const Blob& blob : shared_) table_->DropBlob(blob);
 }
 
@@ -39,6 +40,25 @@ absl::Status SnapshotTable::Reservation::Grow(int64_t bytes) {
   if (absl::Status s = table_->MakeRoomLocked(bytes); !s.ok()) return s;
   bytes_ += bytes;
   table_->reserved_bytes_ += bytes;
+  return absl::OkStatus();
+}
+
+absl::Status SnapshotTable::Reservation::Pin(int64_t bytes) {
+  std::lock_guard lock(table_->mutex_);
+  const int64_t most = table_->max_bytes_ / 2;
+  if (bytes > most) {
+    return NeverFits("keep_snapshot.pin",
+                     absl::StrCat("the snapshot has ", bytes, " bytes, wanted at most ", most,
+                                  ", half of the table"));
+  }
+  if (table_->pinned_bytes_ + bytes > most) {
+    return Refuse(absl::StatusCode::kResourceExhausted, "keep_snapshot.pin", "PIN_LIMIT",
+                  absl::StrCat("the snapshot has ", bytes, " bytes, but pinned ones hold ",
+                               table_->pinned_bytes_, " of ", most, ", half of the table"),
+                  kTableFullRetryMs);
+  }
+  table_->pinned_bytes_ += bytes;
+  pinned_bytes_ += bytes;
   return absl::OkStatus();
 }
 
@@ -55,6 +75,7 @@ void SnapshotTable::DropBlob(const Blob& blob) {
 
 void SnapshotTable::Erase(Entries::iterator it) {
   it->snapshot->ForEachBlob([this](const Blob& blob) { DropBlob(blob); });
+  pinned_bytes_ -= it->pinned_bytes;
   by_id_.erase(it->id);
   entries_.erase(it);
 }
@@ -108,12 +129,12 @@ absl::Status SnapshotTable::MakeRoomLocked(int64_t bytes) {
   if (!fits()) SweepLocked();
   for (auto it = entries_.begin(); !fits() && it != entries_.end();) {
     const auto next = std::next(it);
-    if (it->snapshot.use_count() == 1) Erase(it);
+    if (it->snapshot.use_count() == 1 && it->pinned_bytes == 0) Erase(it);
     it = next;
   }
   if (fits()) return absl::OkStatus();
   return Refuse(absl::StatusCode::kResourceExhausted, "keep_snapshot", "SNAPSHOT_TABLE_FULL",
-                absl::StrCat("the snapshot has ", bytes, " bytes, but snapshots in use hold ",
+                absl::StrCat("the snapshot has ", bytes, " bytes, but snapshots in use or pinned hold ",
                              blob_bytes_ + reserved_bytes_, " of ", max_bytes_),
                 kTableFullRetryMs);
 }
@@ -152,7 +173,9 @@ absl::StatusOr<std::string> SnapshotTable::Commit(std::unique_ptr<Reservation> r
   {
     std::lock_guard lock(mutex_);
     snapshot->ForEachBlob([this](const Blob& blob) { AddBlob(blob); });
-    entries_.push_back({*id, std::move(tenant), std::move(snapshot), expires_ns, false});
+    const int64_t pinned_bytes = std::exchange(reservation->pinned_bytes_, 0);
+    entries_.push_back(
+        {*id, std::move(tenant), std::move(snapshot), expires_ns, pinned_bytes, false});
     by_id_[*id] = std::prev(entries_.end());
   }
   reservation.reset();

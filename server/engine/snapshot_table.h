@@ -32,12 +32,16 @@ class SnapshotTable {
     Reservation& operator=(const Reservation&) = delete;
     // Evicts as needed. RESOURCE_EXHAUSTED as Reserve.
     absl::Status Grow(int64_t bytes);
+    // The snapshot, of `bytes` in all, will stay until its time: nothing evicts it. RESOURCE_EXHAUSTED
+    // (PIN_LIMIT) when pinned snapshots would hold more than half of the table.
+    absl::Status Pin(int64_t bytes);
 
    private:
     friend class SnapshotTable;
     explicit Reservation(SnapshotTable* table) : table_(table) {}
     SnapshotTable* const table_;
     int64_t bytes_ = 0;
+    int64_t pinned_bytes_ = 0;
     std::vector<Blob> shared_;  // counted like a snapshot's
   };
 
@@ -71,6 +75,7 @@ class SnapshotTable {
     std::string id, tenant;
     std::shared_ptr<const Snapshot> snapshot;
     int64_t expires_ns = 0;
+    int64_t pinned_bytes = 0;  // 0: may be evicted
     bool dead = false;  // expired or released, but still in use
   };
   using Entries = std::list<Entry>;  // least recently used first
@@ -90,6 +95,7 @@ class SnapshotTable {
   std::unordered_map<const std::string*, int64_t> blob_uses_;
   int64_t blob_bytes_ = 0;
   int64_t reserved_bytes_ = 0;
+  int64_t pinned_bytes_ = 0;  // of reservations and entries
 };
 
 }  // namespace sparsegdn::engine

@@ -218,6 +218,13 @@ absl::Status CheckTogether(const ServerConfig& config) {
   if (!config.tls_client_ca.empty() && config.tls_cert.empty()) {
     return absl::InvalidArgumentError("--tls-client-ca needs --tls-cert and --tls-key");
   }
+  if (config.redis.empty() && !config.redis_password_file.empty()) {
+    return absl::InvalidArgumentError("--redis-password-file needs --redis");
+  }
+  if (!config.redis.empty() && config.prefix_cache_bytes == 0) {
+    return absl::InvalidArgumentError(
+        "--redis needs --prefix-cache-bytes: prefixes from Redis pass through memory");
+  }
   if (config.default_ttl_seconds > config.max_ttl_seconds) {
     return Wrong("--default-ttl-seconds", absl::StrCat(config.default_ttl_seconds),
                  absl::StrCat("at most --max-ttl-seconds = ", config.max_ttl_seconds));

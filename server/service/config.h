@@ -53,6 +53,13 @@ struct ServerConfig {
   int64_t state_slots = 16;
   int64_t kv_tokens = 0;  // 0: what the model's context and the slots ask for, bounded
   int64_t kept_snapshot_bytes = int64_t{1} << 30;
+  int64_t prefix_cache_bytes = int64_t{1} << 30;
+  std::string redis;  // URL; empty: none
+  std::string redis_password_file;
+  int64_t redis_timeout_ms = 500;
+  int64_t redis_fetch_ms = 2000;
+  int64_t redis_ttl_seconds = 3600;
+  int64_t redis_max_entry_bytes = 256 << 20;
   int64_t frame_bytes = 1 << 20;
   std::optional<double> stuck_step_seconds;  // absent: by the backend
 

@@ -77,6 +77,21 @@ const Option kOptions[] = {
      "quarter of the memory"},
     {"kept-snapshot-bytes", "engine.kept_snapshot_bytes", &C::kept_snapshot_bytes, "", 0, kBig,
      "memory for kept and imported snapshots"},
+    {"prefix-cache-bytes", "prefix_cache.bytes", &C::prefix_cache_bytes, "", 0, kBig,
+     "memory for states and KV at window boundaries that later prompts reuse; 0 turns reuse off"},
+    {"redis", "prefix_cache.redis", &C::redis, "", 0, 0,
+     "redis://[user@]host[:port][/database] or unix:///path of a Redis that replicas share stored "
+     "prefixes through; needs --prefix-cache-bytes"},
+    {"redis-password-file", "prefix_cache.redis_password_file", &C::redis_password_file, "", 0, 0,
+     "file whose first line is the password of Redis"},
+    {"redis-timeout-ms", "prefix_cache.redis_timeout_ms", &C::redis_timeout_ms, "", 1, 60000,
+     "longest wait for a connection to Redis and for one answer"},
+    {"redis-fetch-ms", "prefix_cache.redis_fetch_ms", &C::redis_fetch_ms, "", 1, 600000,
+     "longest that a request waits for its prefix from Redis before it is computed"},
+    {"redis-ttl-seconds", "prefix_cache.redis_ttl_seconds", &C::redis_ttl_seconds, "", 1, 31536000,
+     "life of an entry in Redis since it was last used"},
+    {"redis-max-entry-bytes", "prefix_cache.redis_max_entry_bytes", &C::redis_max_entry_bytes, "",
+     1 << 10, kBig, "larger entries (one state and one window's KV) are not sent to Redis"},
     {"frame-bytes", "engine.frame_bytes", &C::frame_bytes, "", 4096, 3 << 20,
      "data bytes of one TensorChunk"},
     {"stuck-step-seconds", "engine.stuck_step_seconds", &C::stuck_step_seconds, "", 0, 86400,
@@ -218,6 +233,8 @@ absl::StatusOr<engine::EngineConfig> ToEngineConfig(const ServerConfig& config) 
   result.default_budget = *budget;
   result.chunk_windows = config.chunk_windows;
   result.kept_snapshot_bytes = config.kept_snapshot_bytes;
+  result.prefix_cache_bytes = config.prefix_cache_bytes;
+  result.prefix_fetch_seconds = static_cast<double>(config.redis_fetch_ms) * 1e-3;
   result.frame_bytes = config.frame_bytes;
   result.limits = ToEngineLimits(config);
   return result;

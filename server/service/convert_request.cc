@@ -161,7 +161,13 @@ absl::StatusOr<engine::PrefillRequest> FromProto(const v1::PrefillRequest& in) {
   out.tokens.assign(in.token_ids().begin(), in.token_ids().end());
   out.resume_from = in.resume_from();
   if (in.has_first_position()) out.first_position = in.first_position();
+  constexpr bool kReuse[] = {true, false};
+  std::optional<bool> reuse;
+  status = MapEnum("prefix_reuse", in.prefix_reuse(), kReuse, "ON or OFF", reuse);
+  if (!status.ok()) return status;
+  out.prefix_reuse = reuse.value_or(out.prefix_reuse);
   out.keep_snapshot = in.has_keep_snapshot();
+  out.pin_snapshot = in.keep_snapshot().pin();
   out.ttl_seconds = in.keep_snapshot().ttl_seconds();
   out.priority = in.priority();
   out.request_id = in.request_id();

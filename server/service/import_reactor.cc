@@ -127,6 +127,7 @@ absl::Status ImportReactor::TakeHeader(const v1::SnapshotHeader& header) {
       engine_->BeginImport(*manifest, header.keep().ttl_seconds(), *std::move(tenant));
   if (!import.ok()) return import.status();
   import_ = *std::move(import);
+  if (header.keep().pin()) import_->Pin();
   return absl::OkStatus();
 }
 

@@ -166,6 +166,7 @@ std::string Metrics::Scrape(const engine::EngineGauges& gauges) {
   kept_->Set(static_cast<double>(gauges.kept_snapshots));
   kept_bytes_->Set(static_cast<double>(gauges.kept_snapshot_bytes));
   buffered_->Set(static_cast<double>(gauges.buffered_bytes));
+  prefix_.Set(gauges.prefix);
   return prometheus::TextSerializer().Serialize(registry_.Collect());
 }
 

@@ -16,6 +16,7 @@
 #include <string>
 
 #include "server/engine/engine.h"
+#include "server/service/prefix_metrics.h"
 
 namespace sparsegdn::service {
 
@@ -63,6 +64,7 @@ class Metrics final : public engine::EngineObserver {
   void CreateHistograms();
 
   prometheus::Registry registry_;
+  PrefixMetrics prefix_{registry_};
   std::array<std::array<Counter*, kCodes>, kMethods> requests_;
   std::array<Counter*, 3> cancelled_;
   std::array<Counter*, 4> snapshot_bytes_;

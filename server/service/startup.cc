@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <fstream>
 
 #include "absl/strings/str_cat.h"
 #include "server/model/config.h"
@@ -70,6 +71,37 @@ absl::StatusOr<model::LoadOptions> ToLoadOptions(const ServerConfig& config) {
     Log(LogLevel::kWarning, "model", {{"message", std::string(message)}});
   };
   return options;
+}
+
+absl::StatusOr<store::RedisOptions> ToRedisOptions(const ServerConfig& config) {
+  absl::StatusOr<store::RedisAddress> address = store::ParseRedisUrl(config.redis);
+  if (!address.ok()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--redis: ", std::string(address.status().message())));
+  }
+  store::RedisOptions options;
+  options.address = *std::move(address);
+  if (!config.redis_password_file.empty()) {
+    std::ifstream file(config.redis_password_file);
+    if (!std::getline(file, options.address.password)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--redis-password-file: cannot read ", config.redis_password_file));
+    }
+  }
+  options.timeout_ns = config.redis_timeout_ms * 1'000'000;
+  options.ttl_seconds = config.redis_ttl_seconds;
+  options.max_entry_bytes = config.redis_max_entry_bytes;
+  return options;
+}
+
+absl::Status AddRedis(const ServerConfig& config, const model::ModelInfo& info,
+                      engine::EngineConfig& engine_config) {
+  if (config.redis.empty()) return absl::OkStatus();
+  absl::StatusOr<store::RedisOptions> options = ToRedisOptions(config);
+  if (!options.ok()) return options.status();
+  engine_config.prefix_remote = std::make_shared<store::RedisStore>(
+      *std::move(options), engine::Layout(info), engine::Clock::Real());
+  return absl::OkStatus();
 }
 
 void AnnouncePorts(const Server& server) {

@@ -11,6 +11,7 @@
 #include "server/model/load_model.h"
 #include "server/service/config.h"
 #include "server/service/server.h"
+#include "server/store/redis_store.h"
 
 namespace sparsegdn::service {
 
@@ -28,6 +29,12 @@ std::string VersionText();
 // What the loader is asked for. Reads the folder's config.json, by which --kv-tokens 0 is decided;
 // its errors are LoadConfig's.
 absl::StatusOr<model::LoadOptions> ToLoadOptions(const ServerConfig& config);
+
+// What --redis asks for. INVALID_ARGUMENT for a URL or a password file that cannot be read.
+absl::StatusOr<store::RedisOptions> ToRedisOptions(const ServerConfig& config);
+// Puts it behind the store in memory, when --redis is given. Does not connect yet.
+absl::Status AddRedis(const ServerConfig& config, const model::ModelInfo& info,
+                      engine::EngineConfig& engine_config);
 
 // On standard output, because --listen may ask for any free port.
 void AnnouncePorts(const Server& server);

@@ -23,7 +23,8 @@ WIRE = ("sparsegdn/v1/", "sparsegdn/rpc/", "grpc", "google/protobuf")
 ARROWS = {
     "kernels/": ("server/", "client/", "prometheus", "spdlog") + WIRE,
     "server/model/": ("server/engine/", "server/service/", "client/", "prometheus") + WIRE,
-    "server/engine/": ("server/service/", "client/", "prometheus") + WIRE,
+    "server/engine/": ("server/store/", "server/service/", "client/", "prometheus") + WIRE,
+    "server/store/": ("server/service/", "client/", "prometheus") + WIRE,
     "server/service/": ("client/",),
     "client/": ("server/", "kernels/", "sparsegdn/gdn.h", "sparsegdn/types.h", "sparsegdn/c_api.h"),
 }
