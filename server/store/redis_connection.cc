@@ -4,6 +4,7 @@
 #include <sys/time.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <utility>
 
 #include "absl/strings/numbers.h"
@@ -101,6 +102,9 @@ void RedisConnection::Close() {
 absl::Status RedisConnection::Broken(const std::string& what) {
   std::string why = what;
   if (context_ != nullptr && context_->err != 0) absl::StrAppend(&why, ": ", context_->errstr);
+  lost_ = context_ != nullptr &&
+          (context_->err == REDIS_ERR_EOF ||
+           (context_->err == REDIS_ERR_IO && (errno == ECONNRESET || errno == EPIPE)));
   Close();
   return absl::UnavailableError("redis: " + why);
 }
@@ -155,6 +159,14 @@ absl::StatusOr<RedisAnswer> RedisConnection::Next() {
 
 absl::StatusOr<std::vector<RedisAnswer>> RedisConnection::Run(const std::vector<Command>& commands,
                                                               int64_t timeout_ns) {
+  const bool reused = context_ != nullptr;
+  absl::StatusOr<std::vector<RedisAnswer>> answers = Exchange(commands, timeout_ns);
+  if (answers.ok() || !reused || !lost_) return answers;
+  return Exchange(commands, timeout_ns);
+}
+
+absl::StatusOr<std::vector<RedisAnswer>> RedisConnection::Exchange(
+    const std::vector<Command>& commands, int64_t timeout_ns) {
   if (absl::Status s = Open(timeout_ns); !s.ok()) return s;
   for (const Command& command : commands) {
     std::vector<const char*> arguments;

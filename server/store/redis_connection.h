@@ -43,7 +43,8 @@ class RedisAnswer {
   std::shared_ptr<redisReply> reply_;
 };
 
-// Not thread-safe. After an error it is closed, and the next Run connects again.
+// Not thread-safe. After an error it is closed, and the next Run connects again; a connection that
+// was lost while nobody used it (Redis restarted, an idle timeout) is replaced at once.
 class RedisConnection {
  public:
   explicit RedisConnection(RedisAddress address) : address_(std::move(address)) {}
@@ -60,12 +61,15 @@ class RedisConnection {
  private:
   absl::Status Open(int64_t timeout_ns);
   absl::Status Greet();
+  absl::StatusOr<std::vector<RedisAnswer>> Exchange(const std::vector<Command>& commands,
+                                                    int64_t timeout_ns);
   absl::StatusOr<RedisAnswer> Next();
   absl::Status Broken(const std::string& what);
   void Close();
 
   const RedisAddress address_;
   redisContext* context_ = nullptr;
+  bool lost_ = false;  // the last error was the other side closing
 };
 
 }  // namespace sparsegdn::store

@@ -61,12 +61,8 @@ absl::StatusOr<std::vector<RedisAnswer>> RedisStore::Run(
       if (answer.is_error()) status = absl::ResourceExhaustedError("redis: refused");
     }
   }
-  if (status.ok()) {
-    line.breaker.Success();
-    return answers;
-  }
+  if (status.ok()) return answers;
   ++line.errors;
-  line.breaker.Failure(clock_->NowNs());
   return status;
 }
 
@@ -165,8 +161,19 @@ absl::Status RedisStore::ReadEntries(const Query& query, Found& found, size_t co
 PrefixEntries RedisStore::Load(const Query& query) {
   if (!read_.breaker.Allow(clock_->NowNs())) return query.have;
   std::lock_guard lock(read_.mutex);
+  if (query.deadline_ns <= clock_->NowNs()) return query.have;
+  absl::StatusOr<PrefixEntries> entries = Read(query);
+  if (entries.ok()) {
+    read_.breaker.Success();
+    return *std::move(entries);
+  }
+  read_.breaker.Failure(clock_->NowNs());  // too slow for the deadline is as good as away
+  return query.have;
+}
+
+absl::StatusOr<PrefixEntries> RedisStore::Read(const Query& query) {
   Found found;
-  if (!ReadHeaders(query, found).ok()) return query.have;
+  if (absl::Status s = ReadHeaders(query, found); !s.ok()) return s;
   while (true) {
     const size_t count = Usable(query, found);
     if (count <= query.have.size()) return query.have;
@@ -180,7 +187,7 @@ PrefixEntries RedisStore::Load(const Query& query) {
       Refresh(query, found, count);
       return entries;
     }
-    if (status.code() != absl::StatusCode::kNotFound) return query.have;
+    if (status.code() != absl::StatusCode::kNotFound) return status;
   }
 }
 
@@ -246,7 +253,11 @@ bool RedisStore::Put(std::span<const PrefixKey> chain, PrefixEntryPtr entry) {
   const bool fits = entry->has_state && entry->bytes() <= options_.max_entry_bytes;
   if (fits && write_.breaker.Allow(clock_->NowNs())) {
     std::lock_guard lock(write_.mutex);
-    if (Write(chain.back(), *entry).ok()) return true;
+    if (Write(chain.back(), *entry).ok()) {
+      write_.breaker.Success();
+      return true;
+    }
+    write_.breaker.Failure(clock_->NowNs());
   }
   ++not_stored_;
   return false;

@@ -48,9 +48,10 @@ class RedisStore final : public engine::PrefixStore {
   };
   struct Found;  // headers, and what has been read of them
 
-  // Through a line's breaker. An answer that is an error counts as a failure too.
+  // An answer that is an error is a failure too.
   absl::StatusOr<std::vector<RedisAnswer>> Run(
       Line& line, const std::vector<RedisConnection::Command>& commands, int64_t deadline_ns);
+  absl::StatusOr<engine::PrefixEntries> Read(const Query& query);
   absl::Status ReadHeaders(const Query& query, Found& found);
   absl::Status ReadSection(const Query& query, Found& found, size_t index, Section section);
   absl::Status ReadEntries(const Query& query, Found& found, size_t count);
