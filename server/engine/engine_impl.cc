@@ -23,10 +23,9 @@ std::unique_ptr<PrefixCache> MakePrefixCache(const EngineConfig& config, const L
   options.max_bytes = config.prefix_cache_bytes;
   options.fetch_ns = static_cast<int64_t>(config.prefix_fetch_seconds * 1e9);
   options.remote = config.prefix_remote;
-  options.mode = mode == EngineImpl::Mode::kThread ? TaskThread::Mode::kThread
-                                                   : TaskThread::Mode::kInline;
-  return std::make_unique<PrefixCache>(options, layout, clock,
-                                       [shared] { shared->waker.Wake(); });
+  options.mode =
+      mode == EngineImpl::Mode::kThread ? TaskThread::Mode::kThread : TaskThread::Mode::kInline;
+  return std::make_unique<PrefixCache>(options, layout, clock, [shared] { shared->waker.Wake(); });
 }
 
 }  // namespace
@@ -41,7 +40,8 @@ absl::StatusOr<std::unique_ptr<EngineImpl>> EngineImpl::Create(
     const EngineConfig& config, std::unique_ptr<model::ModelRunner> runner,
     EngineObserver* observer, Clock* clock, Mode mode) {
   if (absl::Status s = ValidateConfig(config, *runner); !s.ok()) return s;
-  std::unique_ptr<EngineImpl> engine(new EngineImpl(config, std::move(runner), observer, clock, mode));
+  std::unique_ptr<EngineImpl> engine(
+      new EngineImpl(config, std::move(runner), observer, clock, mode));
   if (mode == Mode::kThread) {
     engine->executor_ = std::thread([raw = engine.get()] { raw->ExecutorLoop(); });
   }

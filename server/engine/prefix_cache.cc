@@ -26,9 +26,9 @@ PrefixPlan PlanPrefix(const RequestPlan& plan, const model::ModelInfo& model) {
   const int64_t limit = PrefixLimit(plan.budget, plan.prompt_tokens, plan.snapshot_position);
   const int64_t windows = std::max<int64_t>(0, limit / kWindow);
   if (windows == 0) return out;
-  out.keys = PrefixChain(
-      PrefixSeed(model, plan.chunk_tokens / kWindow, plan.budget, request.tenant), request.tokens,
-      windows);
+  out.keys =
+      PrefixChain(PrefixSeed(model, plan.chunk_tokens / kWindow, plan.budget, request.tenant),
+                  request.tokens, windows);
   int64_t reuse = limit;
   if (!plan.runner_logits.empty()) reuse = std::min(reuse, plan.runner_logits.front());
   if (request.outputs.logprobs_from) reuse = std::min(reuse, *request.outputs.logprobs_from - 1);
@@ -79,8 +79,7 @@ void PrefixCache::Fetch(const std::shared_ptr<PrefixLookup>& lookup, PrefixEntri
     if (lookup->abandoned_) return;
   }
   PrefixStore::Query query;
-  query.keys =
-      std::span(lookup->plan_.keys).first(static_cast<size_t>(lookup->plan_.reusable));
+  query.keys = std::span(lookup->plan_.keys).first(static_cast<size_t>(lookup->plan_.reusable));
   query.have = have;
   query.max_bytes = memory_.max_bytes();
   query.deadline_ns = lookup->deadline_ns_;

@@ -99,8 +99,8 @@ class PrefixCache {
   const std::shared_ptr<PrefixStore> remote_;
   PrefixMemory memory_;
   std::atomic<int64_t> memory_hits_{0}, remote_hits_{0}, misses_{0}, tokens_saved_{0}, dropped_{0};
-  // Last, so that they end first. `work_` reads and checks memory, `fetch_` and `write_` talk to the
-  // remote store.
+  // Last, so that they end first. `work_` reads and checks memory, `fetch_` and `write_` talk to
+  // the remote store.
   TaskThread write_, fetch_, work_;
 };
 

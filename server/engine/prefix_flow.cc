@@ -14,8 +14,7 @@ namespace {
 // Borrowed view for ModelRunner::Load.
 model::SlotImage ImageOf(const PrefixEntries& entries, const Layout& layout) {
   const auto view = [](const Blob& blob, ExportDType dtype) {
-    return model::BufferView{blob->data(),
-                             dtype == ExportDType::kBF16 ? DType::kBF16 : DType::kF32,
+    return model::BufferView{blob->data(), dtype == ExportDType::kBF16 ? DType::kBF16 : DType::kF32,
                              std::ssize(*blob) / ElementBytes(dtype)};
   };
   model::SlotImage image;
@@ -46,8 +45,8 @@ bool EngineImpl::SettlePrefix(Request& request) {
   return true;
 }
 
-// The state and KV of the prefix go into the slot. A prefix that the model does not take is evicted,
-// and the request runs from its start.
+// The state and KV of the prefix go into the slot. A prefix that the model does not take is
+// evicted, and the request runs from its start.
 absl::Status EngineImpl::LoadPrefix(Request& request) {
   if (request.prefix == nullptr) return absl::OkStatus();
   prefix_cache_->Count(*request.prefix);

@@ -47,8 +47,7 @@ std::string BudgetText(const Budget& budget) {
   std::string text = absl::StrCat("mode=", static_cast<int>(budget.mode),
                                   "\nsolver=", static_cast<int>(budget.solver), "\n");
   if (budget.mode == BudgetMode::kDense) return text;
-  const double share =
-      budget.mode == BudgetMode::kRetention ? budget.retention : budget.coverage;
+  const double share = budget.mode == BudgetMode::kRetention ? budget.retention : budget.coverage;
   absl::StrAppend(&text, "selector=", static_cast<int>(budget.selector),
                   "\nlocal=", static_cast<int>(budget.local), "\nshare=", BitsOf(share),
                   "\nmin=", BitsOf(budget.min_retention), "\nmax=", BitsOf(budget.max_retention),
@@ -71,9 +70,8 @@ std::string HexOf(const PrefixKey& key) {
 PrefixKey PrefixSeed(const model::ModelInfo& model, int64_t chunk_windows, const Budget& budget,
                      const std::string& tenant) {
   Sha256 sha;
-  sha.Add(absl::StrCat("sparsegdn-prefix-1\n", "model=", model.identity,
-                       "\nbackend=", model.backend,
-                       "\ncompute=", static_cast<int>(model.compute_dtype),
+  sha.Add(absl::StrCat("sparsegdn-prefix-1\n", "model=", model.identity, "\nbackend=",
+                       model.backend, "\ncompute=", static_cast<int>(model.compute_dtype),
                        "\nchunk_windows=", chunk_windows, "\nwindow=", kWindow, "\n"));
   sha.Add(BudgetText(budget));
   // Last and with its length, so that no tenant's name can look like another field.

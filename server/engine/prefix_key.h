@@ -1,6 +1,6 @@
-// Names of stored prefixes. Entry i belongs to window boundary i + 1; its key is a hash chained over
-// the windows before it, so that equal keys mean an equal prefix under equal conditions, and no key
-// says anything about the tokens or the tenant (docs/snapshot_format.md, section 5).
+// Names of stored prefixes. Entry i belongs to window boundary i + 1; its key is a hash chained
+// over the windows before it, so that equal keys mean an equal prefix under equal conditions, and
+// no key says anything about the tokens or the tenant (docs/snapshot_format.md, section 5).
 #ifndef SPARSEGDN_SERVER_ENGINE_PREFIX_KEY_H_
 #define SPARSEGDN_SERVER_ENGINE_PREFIX_KEY_H_
 

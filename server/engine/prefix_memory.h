@@ -20,8 +20,8 @@ class PrefixMemory final : public PrefixStore {
   // Touches what it gives, the first windows last, so that a chain loses its end before its start.
   // Ignores all of the query but its keys.
   PrefixEntries Load(const Query& query) override;
-  // Never evicts the entry's own ancestors, and keeps nothing whose ancestors are gone: a prefix that
-  // does not fit keeps its start. (Without full attention an entry needs no ancestors.)
+  // Never evicts the entry's own ancestors, and keeps nothing whose ancestors are gone: a prefix
+  // that does not fit keeps its start. (Without full attention an entry needs no ancestors.)
   bool Put(std::span<const PrefixKey> chain, PrefixEntryPtr entry) override;
   void Remove(const PrefixKey& key) override;
   PrefixStoreStats stats() const override;

@@ -1,5 +1,5 @@
-// The interface of a store of prefix entries, implemented in memory (prefix_memory.h) and over Redis
-// (redis_store.h).
+// The interface of a store of prefix entries, implemented in memory (prefix_memory.h) and over
+// Redis (redis_store.h).
 #ifndef SPARSEGDN_SERVER_ENGINE_PREFIX_STORE_H_
 #define SPARSEGDN_SERVER_ENGINE_PREFIX_STORE_H_
 
@@ -33,8 +33,8 @@ class PrefixStore {
   };
 
   virtual ~PrefixStore() = default;
-  // The longest usable prefix, or `have` where the store knows no longer one. Every entry that comes
-  // from the store has passed IsSound on this call; one that fails is dropped from the store.
+  // The longest usable prefix, or `have` where the store knows no longer one. Every entry that
+  // comes from the store has passed IsSound on this call; one that fails is dropped from the store.
   virtual PrefixEntries Load(const Query& query) = 0;
   // Keeps the entry of the last of `chain`, the keys from boundary 1 on. The first entry of a key
   // stays: every later load gives the same bits. A state joins an entry that has none. False when

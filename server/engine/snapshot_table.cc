@@ -133,10 +133,11 @@ absl::Status SnapshotTable::MakeRoomLocked(int64_t bytes) {
     it = next;
   }
   if (fits()) return absl::OkStatus();
-  return Refuse(absl::StatusCode::kResourceExhausted, "keep_snapshot", "SNAPSHOT_TABLE_FULL",
-                absl::StrCat("the snapshot has ", bytes, " bytes, but snapshots in use or pinned hold ",
-                             blob_bytes_ + reserved_bytes_, " of ", max_bytes_),
-                kTableFullRetryMs);
+  return Refuse(
+      absl::StatusCode::kResourceExhausted, "keep_snapshot", "SNAPSHOT_TABLE_FULL",
+      absl::StrCat("the snapshot has ", bytes, " bytes, but snapshots in use or pinned hold ",
+                   blob_bytes_ + reserved_bytes_, " of ", max_bytes_),
+      kTableFullRetryMs);
 }
 
 absl::StatusOr<std::unique_ptr<SnapshotTable::Reservation>> SnapshotTable::Reserve(

@@ -31,7 +31,8 @@ class TaskThread {
   TaskThread(const TaskThread&) = delete;
   TaskThread& operator=(const TaskThread&) = delete;
 
-  // `bytes` is what the task holds while it waits and runs. False when others hold too much already.
+  // `bytes` is what the task holds while it waits and runs. False when others hold too much
+  // already.
   bool Post(int64_t bytes, std::function<void()> task) {
     if (!thread_.joinable()) {
       task();

@@ -118,8 +118,8 @@ absl::Status SectionReader::Add(std::string_view part) {
   if (std::ssize(part) > kMaxPartBytes) return Broken("part: too large");
   raw_.resize(static_cast<size_t>(have + wanted));
   // Never writes beyond the room, and fails when the frame holds more.
-  const size_t got = ZSTD_decompress(raw_.data() + have, static_cast<size_t>(wanted), part.data(),
-                                     part.size());
+  const size_t got =
+      ZSTD_decompress(raw_.data() + have, static_cast<size_t>(wanted), part.data(), part.size());
   if (ZSTD_isError(got) || static_cast<int64_t>(got) != wanted) {
     return Broken("part: no zstd frame of the size that it must have");
   }

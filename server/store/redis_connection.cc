@@ -20,9 +20,8 @@ timeval ToTimeval(int64_t ns) {
 }
 
 absl::Status BadUrl(const std::string& why) {
-  return absl::InvalidArgumentError(
-      absl::StrCat("got a URL ", why,
-                   ", wanted redis://[user@]host[:port][/database] or unix:///path"));
+  return absl::InvalidArgumentError(absl::StrCat(
+      "got a URL ", why, ", wanted redis://[user@]host[:port][/database] or unix:///path"));
 }
 
 bool TakePrefix(std::string& text, const std::string& prefix) {

@@ -28,9 +28,7 @@ std::string PartName(const PrefixKey& key, Section section, uint64_t hash, int64
 }
 
 // A read whose value turned out wrong, as against a server that failed.
-bool IsCorrupt(const absl::Status& status) {
-  return status.code() == absl::StatusCode::kDataLoss;
-}
+bool IsCorrupt(const absl::Status& status) { return status.code() == absl::StatusCode::kDataLoss; }
 
 }  // namespace
 
@@ -150,7 +148,8 @@ absl::Status RedisStore::ReadEntries(const Query& query, Found& found, size_t co
     if (status.ok()) continue;
     found.entries.erase(i);
     if (IsCorrupt(status)) Drop(query.keys[i]);
-    // Gone or bad: what is before it may still do. A server that fails: nothing more is asked of it.
+    // Gone or bad: what is before it may still do. A server that fails: nothing more is asked of
+    // it.
     if (!IsCorrupt(status) && status.code() != absl::StatusCode::kNotFound) return status;
     header.reset();
     return absl::NotFoundError("redis: fewer entries than promised");
@@ -208,8 +207,8 @@ void RedisStore::Refresh(const Query& query, const Found& found, size_t count) {
       const bool state = section == Section::kState;
       const int64_t parts = PartCount(state ? header->state_bytes : header->kv_bytes);
       for (int64_t part = 0; part < parts; ++part) {
-        names.push_back(PartName(query.keys[i], section,
-                                 state ? header->state_hash : header->kv_hash, part));
+        names.push_back(
+            PartName(query.keys[i], section, state ? header->state_hash : header->kv_hash, part));
       }
     }
   }
@@ -223,11 +222,10 @@ absl::Status RedisStore::WriteSection(const PrefixKey& key, const PrefixEntry& e
   const bool state = section == Section::kState;
   const int64_t bytes = state ? engine::StateBytes(layout_) : engine::WindowKvBytes(layout_);
   for (int64_t part = 0; part < PartCount(bytes); ++part) {
-    const std::string name =
-        PartName(key, section, state ? entry.state_hash : entry.kv_hash, part);
+    const std::string name = PartName(key, section, state ? entry.state_hash : entry.kv_hash, part);
     const std::string value = EncodePart(entry, section, part);
-    const auto answers = Run(write_, {{"SET", name, value, "EX", ttl_}},
-                             clock_->NowNs() + options_.timeout_ns);
+    const auto answers =
+        Run(write_, {{"SET", name, value, "EX", ttl_}}, clock_->NowNs() + options_.timeout_ns);
     if (!answers.ok()) return answers.status();
     write_.bytes += std::ssize(value);
   }

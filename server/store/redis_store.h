@@ -1,6 +1,6 @@
 // Prefix entries in Redis, so that replicas share them. Redis away, slow, full or holding rubbish
-// costs a hit, never a request: errors are counted, a circuit breaker keeps off a server that fails,
-// every wait is bounded.
+// costs a hit, never a request: errors are counted, a circuit breaker keeps off a server that
+// fails, every wait is bounded.
 #ifndef SPARSEGDN_SERVER_STORE_REDIS_STORE_H_
 #define SPARSEGDN_SERVER_STORE_REDIS_STORE_H_
 

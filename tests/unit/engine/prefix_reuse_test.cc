@@ -263,8 +263,7 @@ TEST(PrefixReuse, BudgetsThatSelectOtherUpdatesDoNotShare) {
               {"min", [](auto& b) { b.min_retention = 0.01; }},
               {"max", [](auto& b) { b.max_retention = 0.9; }},
               {"keep_first", [](auto& b) { b.keep_first = 1; }},
-              {"coverage",
-               [](auto& b) {
+              {"coverage", [](auto& b) {
                  b.mode = BudgetMode::kCoverage;
                  b.retention.reset();
                  b.coverage = 0.25;

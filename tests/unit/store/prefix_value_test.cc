@@ -18,8 +18,12 @@ using store::Section;
 using store::ValueHeader;
 
 ValueHeader HeaderOf(const PrefixEntry& entry, const engine::PrefixKey& key, const Layout& layout) {
-  return {key, entry.position, engine::StateBytes(layout), engine::WindowKvBytes(layout),
-          entry.state_hash, entry.kv_hash};
+  return {key,
+          entry.position,
+          engine::StateBytes(layout),
+          engine::WindowKvBytes(layout),
+          entry.state_hash,
+          entry.kv_hash};
 }
 
 // A model whose state and KV have several parts.
@@ -41,8 +45,8 @@ TEST(PrefixValue, AnEntryComesBackBitForBit) {
     const Layout layout(info);
     const auto entry = MakeEntry(layout, 2);
     const engine::PrefixKey key = MakeKeys(3)[2];
-    const auto header = store::DecodeHeader(
-        store::EncodeHeader(HeaderOf(*entry, key, layout)), key, entry->position, layout);
+    const auto header = store::DecodeHeader(store::EncodeHeader(HeaderOf(*entry, key, layout)), key,
+                                            entry->position, layout);
     ASSERT_TRUE(header.ok()) << header.status().ToString();
     PrefixEntry got;
     got.position = header->position;

@@ -47,9 +47,17 @@ RedisServer::RedisServer(std::vector<std::string> flags) : flags_(std::move(flag
 }
 
 void RedisServer::Start() {
-  std::vector<std::string> words = {
-      SPARSEGDN_REDIS_SERVER, "--port", absl::StrCat(port_), "--bind", "127.0.0.1", "--save", "",
-      "--appendonly",         "no",     "--dir",             ::testing::TempDir()};
+  std::vector<std::string> words = {SPARSEGDN_REDIS_SERVER,
+                                    "--port",
+                                    absl::StrCat(port_),
+                                    "--bind",
+                                    "127.0.0.1",
+                                    "--save",
+                                    "",
+                                    "--appendonly",
+                                    "no",
+                                    "--dir",
+                                    ::testing::TempDir()};
   words.insert(words.end(), flags_.begin(), flags_.end());
   std::vector<char*> arguments;
   for (std::string& word : words) arguments.push_back(word.data());

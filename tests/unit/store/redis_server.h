@@ -1,5 +1,5 @@
-// A real redis-server as a child process on a loopback port, and a TCP server that accepts and never
-// answers.
+// A real redis-server as a child process on a loopback port, and a TCP server that accepts and
+// never answers.
 #ifndef SPARSEGDN_TESTS_UNIT_STORE_REDIS_SERVER_H_
 #define SPARSEGDN_TESTS_UNIT_STORE_REDIS_SERVER_H_
 
@@ -21,7 +21,7 @@ class RedisServer {
   RedisServer& operator=(const RedisServer&) = delete;
 
   store::RedisAddress address() const;
-  void Kill();  // SIGKILL; idempotent
+  void Kill();   // SIGKILL; idempotent
   void Start();  // again, on the same port
   void Signal(int number) const;
   // Runs one command as an operator would; "" for nil, "(error) ..." for an error.

@@ -292,10 +292,10 @@ TEST(RedisUrl, Rows) {
   EXPECT_EQ(parse("redis://[::1]:7000/1"), "::1|7000|||1");
   EXPECT_EQ(parse("redis://[::1]"), "::1|6379|||0");
   EXPECT_EQ(parse("unix:///run/redis.sock"), "|6379|/run/redis.sock||0");
-  for (const char* bad : {"", "cache:6379", "rediss://cache", "redis://", "redis://:7000",
-                          "redis://me:word@cache", "redis://cache:port", "redis://cache:70000",
-                          "redis://cache/x", "redis://[::1", "redis://[::1]x", "unix://run/s",
-                          "redis://cache:0"}) {
+  for (const char* bad :
+       {"", "cache:6379", "rediss://cache", "redis://", "redis://:7000", "redis://me:word@cache",
+        "redis://cache:port", "redis://cache:70000", "redis://cache/x", "redis://[::1",
+        "redis://[::1]x", "unix://run/s", "redis://cache:0"}) {
     EXPECT_EQ(parse(bad), "error") << bad;
   }
 }

@@ -18,8 +18,7 @@ inline engine::Blob FilledBlob(int64_t bytes, int64_t element, uint32_t& state) 
     // Finite in either dtype: a small exponent.
     const uint32_t bits = 0x3f000000u | (state >> 9);
     for (int64_t b = 0; b < element; ++b) {
-      out[static_cast<size_t>(i + b)] =
-          static_cast<char>(bits >> (8 * (4 - element + b)));
+      out[static_cast<size_t>(i + b)] = static_cast<char>(bits >> (8 * (4 - element + b)));
     }
   }
   return std::make_shared<const std::string>(std::move(out));
