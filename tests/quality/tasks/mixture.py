@@ -20,9 +20,9 @@ _CUMULATIVE = np.cumsum(list(SHARES.values())) / sum(SHARES.values())
 _PHRASES_SHARE = 0.25
 
 
-def _parameters(rng, task, length):
+def _parameters(rng, task, length, most):
     """Random parameters that fit `length`; the loads of registry.TASKS lie inside their ranges."""
-    most = max(2, min(32, length // 24))  # pieces with their filler
+    most = max(2, min(most, length // 24))  # pieces with their filler
     if task == "needle_multi_query":
         count = int(rng.integers(2, most + 1))
         return {"num_needles": count, "num_queries": int(rng.integers(1, min(count, 24) + 1))}
@@ -35,17 +35,23 @@ def _parameters(rng, task, length):
         return {"num_chains": int(rng.integers(1, 4)), "num_hops": int(rng.integers(1, 5))}
     if task == "qa_documents":
         facts = int(rng.integers(2, 5))
-        count = int(rng.integers(2, max(3, min(10, length // 64)) + 1))
+        count = int(rng.integers(2, max(3, min(most, 10, length // 64)) + 1))
         return {"num_documents": count, "num_facts": facts,
                 "num_queries": int(rng.integers(1, min(8, count * facts) + 1))}
     return {}
 
 
-def sample(seed, step, row, length):
-    """Example `row` of training step `step`: a function of its arguments alone."""
+def sample(seed, step, row, length, most=32, counting=True):
+    """Example `row` of training step `step`: a function of its arguments alone.
+
+    most bounds needles, values and documents; without `counting` no words are counted, needles are
+    asked instead.
+    """
     rng = np.random.default_rng([registry.TRAINING, seed, step, row])
     task = NAMES[min(int(np.searchsorted(_CUMULATIVE, rng.random())), len(NAMES) - 1)]
-    params = _parameters(rng, task, length)
+    if not counting and task in ("common_words", "frequent_words"):
+        task = "needle_multi_query"
+    params = _parameters(rng, task, length, most)
     if task != "common_words" and rng.random() < _PHRASES_SHARE:
         params["kind"] = "phrases"
     return registry.build(rng, task, length, seed, params)

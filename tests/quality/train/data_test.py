@@ -67,6 +67,34 @@ class Batches(unittest.TestCase):
             jumps += (gaps > 1).any(1).sum()
         self.assertGreater(jumps, 10)
 
+    def test_streams_go_on_where_the_row_stopped(self):
+        """Glued together, the pieces of a row are one long example, asked at its end."""
+        stage = data.Stage(512, 2048, 20, stream=4)
+        plan = data.Plan((data.Stage(256, 2048, 3), stage))
+        self.assertEqual(plan.stream_rows, 4)
+        batches = [data.batch(plan, 0, 3 + step, SLOTS) for step in range(stage.steps)]
+        self.assertEqual([batch.streams for batch in batches], [True, True, True, False] * 5)
+        own = [batch for batch in batches if batch.streams]
+        whole = 0
+        for row in range(4):
+            for first in range(len(own) - 3):
+                if own[first].carried[row] != -1 or (first + row) % 4:
+                    continue
+                pieces = own[first:first + 4]
+                self.assertEqual([int(b.carried[row]) for b in pieces], [-1] + 3 * [data.GOES_ON])
+                example = mixture.sample(0, 3 + (first + row) // 4, data.STREAM_ROW + row, 2048,
+                                         counting=False)
+                glued = np.concatenate([b.tokens[row] for b in pieces])
+                self.assertTrue((glued == example.tokens).all())
+                mask = np.concatenate([b.answers[row] for b in pieces])
+                self.assertEqual(mask.sum(), sum(a.new_tokens for a in example.answers))
+                self.assertFalse(mask[:1024].any())
+                whole += 1
+        self.assertGreater(whole, 8)
+        # A row that starts inside its example has not seen what is asked.
+        self.assertFalse(own[0].answers[1:].any())
+        self.assertTrue(own[3].answers[0].any())
+
     def test_workers_and_resumption_do_not_change_batches(self):
         whole = [key(data.batch(PLAN, 7, step, SLOTS)) for step in range(PLAN.steps)]
         self.assertEqual(len(set(whole)), PLAN.steps)
@@ -81,7 +109,8 @@ class Batches(unittest.TestCase):
         self.assertEqual(plan.steps, 4700)
         self.assertTrue(all(stage.length >= registry.MIN_LENGTH for stage in plan.stages))
         small = data.default_plan(0.01, 0.01)
-        self.assertEqual([stage.steps for stage in small.stages], [15, 8, 8, 6, 5, 5])
+        self.assertEqual([stage.steps for stage in small.stages], [5, 13, 7, 7, 5, 4, 3, 2])
+        self.assertEqual({stage.stream for stage in data.default_plan(gaps=True).stages}, {1})
         self.assertTrue(all(stage.tokens >= stage.length for stage in small.stages))
 
 

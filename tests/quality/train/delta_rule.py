@@ -115,6 +115,15 @@ class DecayScan(torch.autograd.Function):
         return after @ before.mT, after, (after * before).sum((-2, -1)), total[0]
 
 
+def _gated(total, products, beta):
+    """(e^{G_i - G_j} for i >= j, else 0; A): [..., C, C] from the sums G, k_i . k_j and beta."""
+    size = total.shape[-1]
+    causal = torch.ones(size, size, dtype=torch.bool, device=total.device).tril()
+    gap = (total[..., :, None] - total[..., None, :]).masked_fill(~causal, -torch.inf)
+    decay = gap.exp()
+    return decay, (products * decay * beta[..., None]).tril(-1)
+
+
 def _chunks(x, chunk):
     """[B, T, H, ...] -> [N, B, H, chunk, ...], contiguous: a step of the scan is one block."""
     batch, tokens, heads = x.shape[:3]
@@ -122,8 +131,8 @@ def _chunks(x, chunk):
     return x.permute(1, 0, 3, 2, *range(4, x.dim())).contiguous()
 
 
-def chunked(q, k, v, beta, log_gate, initial=None, chunk=CHUNK):
-    """(o [B, T, Hv, Dv], final state [B, Hv, Dk, Dv]).
+def chunked(q, k, v, beta, log_gate, initial=None, chunk=CHUNK, updates=False):
+    """(o [B, T, Hv, Dv], final state [B, Hv, Dk, Dv]), and u [B, T, Hv, Dv] with `updates`.
 
     q, k [B, T, Hk, Dk] normalised, q scaled; v [B, T, Hv, Dv]; beta, log_gate [B, T, Hv]; all of
     one dtype, fp32 or fp64. initial [B, Hv, Dk, Dv] or None for zeros. Any T >= 1: the tail is padded
@@ -143,10 +152,7 @@ def chunked(q, k, v, beta, log_gate, initial=None, chunk=CHUNK):
         return x.repeat_interleave(shared, dim=2) if shared > 1 else x
 
     total = log_gate.cumsum(-1)
-    causal = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
-    gap = (total[..., :, None] - total[..., None, :]).masked_fill(~causal, -torch.inf)
-    decay = gap.exp()  # e^{G_i - G_j} for i >= j, else 0
-    lower = (per_value_head(k @ k.mT) * decay * beta[..., None]).tril(-1)
+    decay, lower = _gated(total, per_value_head(k @ k.mT), beta)
     inverse = UnitLowerInverse.apply(lower)
     k_all = per_value_head(k)
     own = inverse @ (v * beta[..., None])
@@ -163,8 +169,12 @@ def chunked(q, k, v, beta, log_gate, initial=None, chunk=CHUNK):
     update = own - seen @ before
     out = (per_value_head(q) @ before) * total.exp()[..., None]
     out = out + (per_value_head(q @ k.mT) * decay) @ update
-    out = out.permute(1, 0, 3, 2, 4).reshape(batch, count * chunk, v_heads, v_dim)
-    return out[:, :tokens], states[-1].view(batch, v_heads, k_dim, v_dim)
+
+    def by_token(x):  # [N, B, Hv, chunk, Dv] -> [B, T, Hv, Dv]
+        return x.permute(1, 0, 3, 2, 4).reshape(batch, -1, v_heads, v_dim)[:, :tokens]
+
+    last = states[-1].view(batch, v_heads, k_dim, v_dim)
+    return (by_token(out), last, by_token(update)) if updates else (by_token(out), last)
 
 
 def recurrent(q, k, v, beta, log_gate, initial=None):

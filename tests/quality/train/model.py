@@ -89,6 +89,7 @@ def compile_pieces():
     dynamo.config.suppress_errors = True  # a piece that does not compile runs as it is
     for name in PIECES:
         globals()[name] = torch.compile(globals()[name], dynamic=True)
+    delta_rule._gated = torch.compile(delta_rule._gated, dynamic=True)
 
 
 class Norm(nn.Module):
@@ -126,20 +127,27 @@ class GatedDeltaNet(nn.Module):
         self.norm = nn.Module()
         self.norm.weight = nn.Parameter(torch.ones(config.linear_value_head_dim))
 
-    def forward(self, x, initial):
-        """x [B, T, H], initial [B, Hv, Dk, Dv] or None -> (mixed [B, T, H], final state)."""
+    def parts(self, x):
+        """(q, k, v, beta, log_gate) as delta_rule.chunked takes them, from x [B, T, H]."""
         config, (batch, tokens, _) = self.config, x.shape
         qkv = _conv_silu(self.in_proj_qkv(x), self.conv1d.weight)
         q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
         q, k = (part.reshape(batch, tokens, -1, config.linear_key_head_dim) for part in (q, k))
         v = v.reshape(batch, tokens, -1, config.linear_value_head_dim)
-        beta, log_gate = _gates(self.in_proj_b(x), self.in_proj_a(x), self.A_log, self.dt_bias)
-        with torch.autocast(x.device.type, enabled=False):
-            out, state = delta_rule.chunked(
-                _unit(q, config.linear_key_head_dim ** -0.5), _unit(k, 1.0), v, beta, log_gate,
-                initial)
+        gates = _gates(self.in_proj_b(x), self.in_proj_a(x), self.A_log, self.dt_bias)
+        return _unit(q, config.linear_key_head_dim ** -0.5), _unit(k, 1.0), v, *gates
+
+    def mix(self, x, out):
+        """The layer's output from that of the delta rule, out [B, T, Hv, Dv]."""
         z = self.in_proj_z(x).view_as(out)
-        return self.out_proj(_gated_norm(out, self.norm.weight, z).flatten(2)), state
+        return self.out_proj(_gated_norm(out, self.norm.weight, z).flatten(2))
+
+    def forward(self, x, initial):
+        """x [B, T, H], initial [B, Hv, Dk, Dv] or None -> (mixed [B, T, H], final state)."""
+        parts = self.parts(x)
+        with torch.autocast(x.device.type, enabled=False):
+            out, state = delta_rule.chunked(*parts, initial)
+        return self.mix(x, out), state
 
 
 class Attention(nn.Module):

@@ -6,11 +6,12 @@
     train_needle.py --model needle-gdn --probe                    time a step of every stage
     train_needle.py --model needle-gdn --evaluate FOLDER [--lengths 1024,8192] [--examples 32]
 
-DIR holds state/ (four files below 16 MiB), log.jsonl and curve.png. Needs torch, numpy and
+DIR holds state/ (four files below 16 MiB), scale, log.jsonl and curve.png. Needs torch, numpy and
 safetensors; matplotlib for the curve. Exit 0: plan finished; 3: stopped at the time limit.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -36,6 +37,8 @@ def parse(arguments):
     parser.add_argument("--save-seconds", type=float, default=100.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies every stage's steps")
+    parser.add_argument("--fit-seconds", type=float, default=0.0,
+                        help="time the steps first and choose --scale so that the plan takes this")
     parser.add_argument("--tokens-scale", type=float, default=1.0,
                         help="multiplies the tokens of a step: below 1 for a smoke run on a CPU")
     parser.add_argument("--rate", type=float, default=trainer.Hyper.rate)
@@ -70,14 +73,15 @@ def prepare_device(options, device):
         model_module.compile_pieces()
 
 
-def probe(options, warm=3, timed=5):
-    """Prints milliseconds, tokens a second and peak memory of a step at every stage's length."""
-    run = make_trainer(options, options.device)
-    prepare_device(options, run.device)
-    on_gpu, total = run.device.type == "cuda", 0.0
+def step_seconds(run, warm=3, timed=5):
+    """Seconds of a step of every stage, measured on `run`, which must be thrown away after."""
+    on_gpu = run.device.type == "cuda"
+    found = {}
     for stage in run.plan.stages:
-        alone = data.Plan((data.Stage(stage.length, stage.tokens, 1),), gaps=run.plan.gaps)
-        batch = data.batch(alone, options.seed, 0, 0)
+        if (stage.length, stage.tokens) in found:
+            continue
+        alone = data.Plan((dataclasses.replace(stage, steps=1, stream=1),), gaps=run.plan.gaps)
+        batch = data.batch(alone, run.seed, 0, 0)
         started = 0.0
         for i in range(warm + timed):
             if i == warm:
@@ -88,12 +92,42 @@ def probe(options, warm=3, timed=5):
             run.train_step(batch)
         if on_gpu:
             torch.cuda.synchronize()
-        step = (time.monotonic() - started) / timed
-        peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
-        total += step * stage.steps
-        print(f"length {stage.length}: {1e3 * step:.1f} ms a step, {batch.tokens.size / step:,.0f} "
-              f"tokens/s, peak {peak:.1f} GiB, plan so far {total:.0f} s", flush=True)
+        found[stage.length, stage.tokens] = (time.monotonic() - started) / timed
+    return [found[stage.length, stage.tokens] for stage in run.plan.stages]
+
+
+def plan_seconds(plan, seconds):
+    """What the plan's steps take, from those of step_seconds."""
+    total = 0.0
+    for i, stage in enumerate(plan.stages):
+        own = 1.0 if i == 0 else 0.75 if stage.stream > 1 else 0.6
+        before = sum(seconds[:i]) / i if i else 0.0
+        total += stage.steps * (own * seconds[i] + (1 - own) * before)
+    return total
+
+
+def probe(options):
+    """Prints milliseconds and tokens a second of a step of every stage, and the plan's seconds."""
+    run = make_trainer(options, options.device)
+    prepare_device(options, run.device)
+    seconds = step_seconds(run)
+    for stage, each in zip(run.plan.stages, seconds):
+        print(f"length {stage.length}: {1e3 * each:.1f} ms a step, "
+              f"{stage.rows * stage.length / each:,.0f} tokens/s", flush=True)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if run.device.type == "cuda" else float("nan")
+    print(f"plan: {plan_seconds(run.plan, seconds):.0f} s, peak {peak:.1f} GiB")
     return 0
+
+
+def fit(options, device):
+    """Sets options.scale so that the plan takes options.fit_seconds here; warms the device up."""
+    run = make_trainer(options, device)
+    seconds = step_seconds(run)
+    options.scale *= options.fit_seconds / plan_seconds(run.plan, seconds)
+    print("fit: " + ", ".join(
+        f"{stage.length}: {1e3 * each:.1f} ms {stage.rows * stage.length / each:,.0f} tok/s"
+        for stage, each in zip(run.plan.stages, seconds)) + f" | --scale {options.scale:.4f}",
+          flush=True)
 
 
 def report(run, line, started_tokens, started):
@@ -106,21 +140,36 @@ def report(run, line, started_tokens, started):
           f"{run.seconds:.0f} s | {best}", flush=True)
 
 
+def read_scale(options):
+    """The path of the file that keeps --scale; a run that exists goes on with its own."""
+    path = os.path.join(options.out, "scale")
+    if os.path.exists(path):
+        with open(path, encoding="ascii") as file:
+            options.scale = float(file.read())
+    return path
+
+
 def train(options):
     """Runs until the plan ends or the time is up; returns the exit code."""
     started = time.monotonic()
     state, log_path = (os.path.join(options.out, name) for name in ("state", "log.jsonl"))
     os.makedirs(options.out, exist_ok=True)
     # The workers fork before anything touches the GPU; a state says where they start.
+    scale_path, resumed = read_scale(options), os.path.isdir(state)
     run = make_trainer(options, "cpu")
-    if os.path.isdir(state):
+    if resumed:
         run.load(state)
     loader = data.Loader(run.plan, options.seed, run.step, trainer.POOL_SLOTS, options.workers)
-    if options.device != "cpu":
+    prepare_device(options, torch.device(options.device))
+    if options.fit_seconds and not resumed:
+        fit(options, options.device)
+    with open(scale_path, "w", encoding="ascii") as file:
+        file.write(repr(options.scale))
+    if options.device != "cpu" or options.fit_seconds:
         run = make_trainer(options, options.device)
-        if os.path.isdir(state):
+        if resumed:
             run.load(state)
-    prepare_device(options, run.device)
+        loader.plan = run.plan
     lines = trainer.read_log(log_path, run.step)
     with open(log_path, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -138,9 +187,9 @@ def train(options):
         line = trainer.summarise(batches, logs)
         batches, logs = [], []
         report(run, line, started_tokens, begun)
-        if not line["norm"] < float("inf"):
-            raise FloatingPointError(f"step {line['step']}: gradient is not finite; "
-                                     f"the state of the last save is untouched")
+        if line["skipped"] > options.log_every // 2:
+            raise FloatingPointError(f"step {line['step']}: {line['skipped']} gradients are not "
+                                     f"finite; the state of the last save is untouched")
         trainer.write_line(log_path, line)
         lines.append(line)
 
@@ -169,6 +218,7 @@ def train(options):
 
 
 def export(options):
+    read_scale(options)
     run = make_trainer(options, "cpu")
     run.load(os.path.join(options.out, "state"))
     total = checkpoint.save(run.model, options.export)

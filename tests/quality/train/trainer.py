@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from tasks import mixture
-from train import model as model_module
+from train import data, model as model_module
 
 POOL_SLOTS = 16
 _POOL_ROWS = 2  # rows of a batch whose final states enter the pool
@@ -58,6 +58,7 @@ class Trainer:
         self.pool = torch.zeros(POOL_SLOTS, linear, config.linear_num_value_heads,
                                 config.linear_key_head_dim, config.linear_value_head_dim,
                                 dtype=torch.bfloat16, device=self.device)
+        self.stream = self.pool.new_zeros(plan.stream_rows, *self.pool.shape[1:])
         self.step = self.tokens = 0
         self.seconds = 0.0
         self._identity = hashlib.sha256(
@@ -77,8 +78,10 @@ class Trainer:
             positions = self._put(batch.positions, torch.long)
         if batch.carried is not None:
             slots = self._put(batch.carried, torch.long)
-            initial = self.pool[slots.clamp_min(0)].float()
-            initial = initial * (slots >= 0)[:, None, None, None, None]
+            source = self.pool[slots.clamp_min(0)]
+            if batch.streams:
+                source = self.stream[:len(slots)]
+            initial = source.float() * (slots != -1)[:, None, None, None, None]
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.use_bf16):
             hidden, states = self.model.hidden(tokens, positions, initial)
             logits = self.model.logits(hidden)[:, :-1]
@@ -89,7 +92,7 @@ class Trainer:
         # An example weighs as the root of its answers' tokens: many questions, not too loud.
         count = answers.sum(1)
         weight = answers / count.clamp_min(1).sqrt()[:, None]
-        answer = (each * weight).sum() / weight.sum()
+        answer = (each * weight).sum() / weight.sum().clamp_min(1)
         with torch.no_grad():
             right = ((logits.argmax(-1) == targets) & answers).sum(1)
         log = {"prose": prose.detach(), "answer": answer.detach(), "right": right, "count": count}
@@ -105,13 +108,26 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss, log, states = self.loss(batch)
         loss.backward()
-        log["norm"] = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.hyper.clip)
+        log["norm"] = self._clip()
         self.optimizer.step()
         for i in range(min(_POOL_ROWS, len(states))):
             self.pool[(_POOL_ROWS * self.step + i) % POOL_SLOTS] = states[i].detach().bfloat16()
+        if batch.streams:
+            self.stream[:len(states)] = states.detach().bfloat16()
         self.step += 1
         self.tokens += batch.tokens.size
         return log
+
+    def _clip(self):
+        """The norm before clipping; a gradient that is not finite counts as zero."""
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        finite = torch.isfinite(norm)
+        factor = torch.where(finite, (self.hyper.clip / (norm + 1e-6)).clamp_max(1.0), 0.0)
+        for gradient in gradients:
+            gradient.nan_to_num_(0.0, 0.0, 0.0)
+        torch._foreach_mul_(gradients, factor)
+        return norm
 
     def _moment(self, key):
         return {name: self.optimizer.state[parameter][key]
@@ -121,7 +137,8 @@ class Trainer:
         """Writes the state to `folder`, whole or not at all: four files below 16 MiB each."""
         meta = {"identity": self._identity, "step": str(self.step), "tokens": str(self.tokens),
                 "seconds": repr(self.seconds), "torch": torch.__version__}
-        parts = {"weights": self.model.state_dict(), "carried": {"pool": self.pool},
+        parts = {"weights": self.model.state_dict(),
+                 "carried": {"pool": self.pool, "stream": self.stream},
                  "first_moment": self._moment("exp_avg"),
                  "second_moment": self._moment("exp_avg_sq")}
         fresh, old = folder + ".new", folder + ".old"
@@ -154,6 +171,7 @@ class Trainer:
                 self.seconds = float(meta["seconds"])
             elif name == "carried":
                 self.pool.copy_(tensors["pool"])
+                self.stream.copy_(tensors["stream"])
             else:
                 key = {"first_moment": "exp_avg", "second_moment": "exp_avg_sq"}[name]
                 for parameter_name, parameter in self.model.named_parameters():
@@ -168,17 +186,19 @@ class Trainer:
 def summarise(batches, logs):
     """One line of the log from the steps since the last: losses, and accuracy of answer tokens."""
     lengths = [batch.tokens.shape[1] for batch in batches]
+    norms = [log["norm"].item() for log in logs]
     line = {"step": batches[-1].step + 1,
+            "skipped": sum(not math.isfinite(norm) for norm in norms),
             "prose": float(np.mean([log["prose"].item() for log in logs])),
             "answer": float(np.mean([log["answer"].item() for log in logs])),
-            "norm": max(log["norm"].item() for log in logs),
+            "norm": max(norms),
             "length": max(set(lengths), key=lengths.count)}
     families = np.concatenate([batch.families for batch in batches])
     right = np.concatenate([log["right"].cpu().numpy() for log in logs])
     count = np.concatenate([log["count"].cpu().numpy() for log in logs])
     line["accuracy"] = {
         name: round(float(right[families == i].sum() / count[families == i].sum()), 4)
-        for i, name in enumerate(mixture.NAMES) if (families == i).any()}
+        for i, name in enumerate(mixture.NAMES) if count[families == i].any()}
     return line
 
 

@@ -17,6 +17,7 @@ TINY = model_module.Config(
     linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16,
     linear_value_head_dim=16, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
 STAGES = (data.Stage(256, 1024, 4), data.Stage(1024, 2048, 6))
+STREAMS = data.Plan((*STAGES, data.Stage(256, 1024, 8, stream=2)), carry_share=0.9)
 PLAN = data.Plan(STAGES, carry_share=0.9, gaps=True)
 
 
@@ -31,7 +32,7 @@ def advance(run, steps):
 
 def everything(run):
     """All that a step reads, by name."""
-    found = {"pool": run.pool, **run.model.state_dict()}
+    found = {"pool": run.pool, "stream": run.stream, **run.model.state_dict()}
     for key in ("exp_avg", "exp_avg_sq", "step"):
         found.update({f"{name} {key}": run.optimizer.state[parameter][key]
                       for name, parameter in run.model.named_parameters()})
@@ -45,20 +46,26 @@ class Training(unittest.TestCase):
         self.folder = os.path.join(folder.name, "state")
 
     def test_resume_is_bitwise(self):
-        whole = make()
-        advance(whole, PLAN.steps)
-        # The plan must have used carried states, or the pool would not be tested.
+        # The plans must use carried states and streams, or those would not be tested.
         self.assertTrue(any(data.batch(PLAN, 0, step, trainer.POOL_SLOTS).carried is not None
                             for step in range(7, PLAN.steps)))
-        first = make()
-        advance(first, 7)
+        self.assertTrue(data.batch(STREAMS, 0, 12, trainer.POOL_SLOTS).streams)
+        for plan, stop in ((PLAN, 7), (STREAMS, 12)):
+            with self.subTest(plan=plan):
+                self.check_resume(plan, stop)
+
+    def check_resume(self, plan, stop):
+        whole = make(plan=plan)
+        advance(whole, plan.steps)
+        first = make(plan=plan)
+        advance(first, stop)
         first.save(self.folder)
         first.save(self.folder)  # over an older one
         self.assertEqual(sorted(os.listdir(os.path.dirname(self.folder))), ["state"])
-        second = make()
+        second = make(plan=plan)
         second.load(self.folder)
         self.assertEqual((second.step, second.tokens), (first.step, first.tokens))
-        advance(second, PLAN.steps - 7)
+        advance(second, plan.steps - stop)
         self.assertEqual(second.tokens, whole.tokens)
         wanted, found = everything(whole), everything(second)
         self.assertEqual(set(wanted), set(found))
@@ -104,6 +111,20 @@ class Training(unittest.TestCase):
             self.assertEqual(len(sizes), 4)
             self.assertLess(max(sizes), 16 * 2**20, name)
 
+    def test_a_gradient_that_is_not_finite_changes_nothing(self):
+        run = make()
+        advance(run, 1)
+        before = {name: value.clone() for name, value in run.optimizer.state[
+            run.model.lm_head.weight].items()}
+        for parameter in run.model.parameters():
+            parameter.grad = torch.full_like(parameter, float("inf"))
+        self.assertFalse(torch.isfinite(run._clip()))
+        self.assertTrue(all((p.grad == 0).all() for p in run.model.parameters()))
+        run.optimizer.step()
+        after = run.optimizer.state[run.model.lm_head.weight]
+        self.assertTrue(torch.isfinite(after["exp_avg"]).all())
+        self.assertTrue((after["exp_avg"].abs() <= before["exp_avg"].abs()).all())
+
     def test_learning_rate(self):
         hyper = trainer.Hyper(rate=1.0, warmup=10)
         rates = [trainer.learning_rate(hyper, step, 110) for step in range(110)]
@@ -146,6 +167,12 @@ class CommandLine(unittest.TestCase):
                 mock.patch.object(data, "DEFAULT_STAGES", STAGES):
             out, exported = os.path.join(folder, "run"), os.path.join(folder, "model")
             common = ("--out", out, "--device", "cpu", "--workers", "1", "--log-every", "2")
+            # Fitted to 0 seconds, every stage has one step.
+            code, text = self.call("--out", out + "2", *common[2:], "--fit-seconds", "1e-6")
+            self.assertEqual(code, 0, text)
+            self.assertIn("finished at step 2 of 2", text)
+            code, text = self.call("--out", out + "2", "--export", exported)
+            self.assertIn("step 2 of 2", text)
             code, text = self.call(*common, "--minutes", "0")
             self.assertEqual(code, train_needle.UNFINISHED, text)
             self.assertIn("stopped at step 2 of 10", text)
@@ -174,7 +201,7 @@ class CommandLine(unittest.TestCase):
                 mock.patch.object(data, "DEFAULT_STAGES", STAGES):
             code, text = self.call("--probe", "--device", "cpu")
         self.assertEqual(code, 0)
-        self.assertRegex(text, r"length 256: .* ms a step.*\nlength 1024: .* plan so far \d+ s")
+        self.assertRegex(text, r"length 256: .* ms a step.*\nlength 1024: .*\nplan: \d+ s")
 
     def test_out_is_needed(self):
         with contextlib.redirect_stderr(io.StringIO()), self.assertRaises(SystemExit):
