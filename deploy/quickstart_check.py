@@ -5,6 +5,7 @@
    equal those of one prefill of prompt + tokens from scratch.
 2. Sparse: the events selected are exactly as many as the budget allows, in the result, in the
    retained shares and in the server's counters.
+3. With --answer: the tokens decoded from the sparse snapshot of the prompt are the answer.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import sys
 import urllib.request
 
 import numpy as np
-from sparsegdn_client import Budget, Outputs, PrefillClient
+from sparsegdn_client import Budget, Outputs, PrefillClient, load_snapshot
 
 TOLERANCE = 1e-3  # fp32 states and logits of order 1; chunked and one-by-one sums differ in order
 
@@ -85,7 +86,24 @@ def check_dense(client, prompt, count):
           f"scratch; states and logits within {worst:.1e}")
 
 
+def check_answer(client, prompt, answer, path):
+    """Greedy tokens after the snapshot in the file `path`, which ends before the prompt's last."""
+    kept = client.import_snapshot(load_snapshot(path))
+    step, tokens, found = kept.snapshot_id, [prompt[-1]], []
+    for _ in answer:
+        done = client.prefill(tokens, resume_from=step, budget=Budget(mode="dense"), keep=True,
+                              outputs=Outputs(state=False, conv_state=False, kv=False),
+                              snapshot_at="after_last").result
+        client.release(step)
+        step, tokens = done.snapshot_id, [done.next_token]
+        found += tokens
+    client.release(step)
+    require(found == answer, f"the needle is {answer}, the snapshot says {found}")
+    print(f"needle: {' '.join(map(str, found))} decoded from the sparse snapshot, as planted")
+
+
 def check_budget(client, url, prompt):
+    prompt = prompt[::-1]  # no prefix of it was seen before: all of it is computed
     info = client.model_info()
     before = metrics(url)
     result = client.prefill(prompt, outputs=Outputs(state=False, conv_state=False, kv=False)).result
@@ -114,10 +132,16 @@ def main():
     for flag in ("--server", "--metrics", "--prompt"):
         parser.add_argument(flag, required=True)
     parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--answer", help="file of the token ids that follow the prompt")
+    parser.add_argument("--sparse", help="snapshot file of the prompt, with --answer")
     args = parser.parse_args()
     with open(args.prompt, encoding="ascii") as file:
         prompt = [int(word) for word in file.read().split()]
     with PrefillClient(args.server) as client:
+        if args.answer:
+            with open(args.answer, encoding="ascii") as file:
+                check_answer(client, prompt, [int(word) for word in file.read().split()],
+                             args.sparse)
         check_dense(client, prompt, args.new_tokens)
         check_budget(client, args.metrics, prompt)
 

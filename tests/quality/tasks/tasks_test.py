@@ -5,14 +5,18 @@ below solve each task from the prompt alone. All values are integers: equality, 
 """
 
 import collections
+import contextlib
 import hashlib
+import io
 import math
+import os
+import tempfile
 import unittest
 
 import numpy as np
 
 from tasks import example as example_module
-from tasks import haystack, mixture, registry, vocab
+from tasks import haystack, mixture, plant, registry, vocab
 
 LENGTHS = (256, 257, 1000, 4096)
 
@@ -249,6 +253,23 @@ class Mixture(unittest.TestCase):
         for task in registry.TASKS:
             for seed in range(8):
                 self.assertNotIn(registry.make(task, 256, seed).tokens.tobytes(), rows)
+
+
+class Plant(unittest.TestCase):
+    def test_files_hold_a_question_and_its_answer(self):
+        with tempfile.TemporaryDirectory() as folder, \
+                contextlib.redirect_stdout(io.StringIO()) as printed:
+            plant.plant(1000, folder)
+            read = {}
+            for name in ("prompt", "answer"):
+                with open(os.path.join(folder, name + ".txt"), encoding="ascii") as file:
+                    read[name] = [int(word) for word in file.read().split()]
+        prompt, answer = read["prompt"], read["answer"]
+        self.assertEqual(len(prompt), 1000)
+        self.assertEqual(prompt[-3], vocab.ASK)
+        place = prompt.index(vocab.NEEDLE)
+        self.assertEqual(prompt[place + 1:place + 5], prompt[-2:] + answer)
+        self.assertIn(f"token {place:,} of 1,000", printed.getvalue())
 
 
 if __name__ == "__main__":
