@@ -70,8 +70,12 @@ std::optional<int> NextSignal(const sigset_t& set) {
   return signal > 0 ? std::optional<int>(signal) : std::nullopt;
 }
 
-void ReloadLimits(const std::vector<std::string>& args, const std::vector<std::string>& env,
-                  service::Server& server) {
+void Reload(const std::vector<std::string>& args, const std::vector<std::string>& env,
+            service::Server& server) {
+  if (absl::Status status = server.ReloadTokens(); !status.ok()) {
+    Log(LogLevel::kError, "tokens not reloaded, the old ones stay",
+        {{"error", std::string(status.message())}});
+  }
   absl::StatusOr<service::Invocation> read = service::ParseConfig(args, env);
   absl::Status status = read.status();
   if (status.ok()) status = server.SetLimits(service::ToEngineLimits(read->config));
@@ -102,7 +106,7 @@ ExitCode Run(const service::ServerConfig& config, const std::vector<std::string>
   EnginePtr engine;
   while (true) {
     const std::optional<int> signal = NextSignal(signals);
-    if (signal == SIGHUP) ReloadLimits(args, env, server);
+    if (signal == SIGHUP) Reload(args, env, server);
     if (signal == SIGTERM || signal == SIGINT) {
       Log(LogLevel::kInfo, "draining", {{"drain_seconds", config.drain_seconds}});
       const bool all = server.Drain(std::chrono::seconds(config.drain_seconds));

@@ -10,6 +10,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "server/service/listeners.h"
 #include "sparsegdn/gdn.h"
 
 namespace sparsegdn::service {
@@ -224,6 +225,11 @@ absl::Status CheckTogether(const ServerConfig& config) {
   if (!config.redis.empty() && config.prefix_cache_bytes == 0) {
     return absl::InvalidArgumentError(
         "--redis needs --prefix-cache-bytes: prefixes from Redis pass through memory");
+  }
+  if (absl::StatusOr<std::vector<ListenAddress>> listen =
+          ParseListenList(config.listen, "--listen");
+      !listen.ok()) {
+    return listen.status();
   }
   if (config.default_ttl_seconds > config.max_ttl_seconds) {
     return Wrong("--default-ttl-seconds", absl::StrCat(config.default_ttl_seconds),

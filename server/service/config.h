@@ -37,6 +37,11 @@ struct ServerConfig {
   int64_t keepalive_timeout_seconds = 5;
   int64_t max_connection_age_seconds = 0;  // 0: connections live as long as the peer likes
   std::string tls_cert, tls_key, tls_client_ca;
+  std::string auth_tokens;            // file of bearer tokens; empty: none is asked for
+  int64_t auth_refresh_seconds = 10;  // how often certificate and token files are looked at
+  std::string unix_socket_mode = "0600";
+  int64_t shared_memory_bytes = int64_t{4} << 30;  // of live segments; 0: none is offered
+  int64_t shared_memory_linger_seconds = 10;
 
   std::string default_budget;  // empty: what the shares below imply, else retention
   std::optional<double> default_retention, default_coverage;

@@ -24,7 +24,8 @@ const Option kOptions[] = {
     {"round-a-log", "model.round_a_log", &C::round_a_log, "", 0, 0,
      "round A_log and the gated norm's weight to BF16 at load, as a BF16 load in transformers"},
 
-    {"listen", "listen", &C::listen, "", 0, 0, "host:port for gRPC; port 0 takes a free one"},
+    {"listen", "listen", &C::listen, "", 0, 0,
+     "host:port or unix:/path for gRPC, several with commas between; port 0 takes a free one"},
     {"metrics-listen", "metrics_listen", &C::metrics_listen, "", 0, 0,
      "host:port for /metrics, /livez and /readyz; empty turns it off"},
     {"port-file", "port_file", &C::port_file, "", 0, 0,
@@ -42,6 +43,17 @@ const Option kOptions[] = {
     {"tls-key", "tls.key", &C::tls_key, "", 0, 0, "PEM private key of the server"},
     {"tls-client-ca", "tls.client_ca", &C::tls_client_ca, "", 0, 0,
      "PEM authorities; clients must then present a certificate"},
+    {"auth-tokens", "auth.tokens", &C::auth_tokens, "", 0, 0,
+     "file of bearer tokens, lines of TENANT TOKEN; every call must then bring one"},
+    {"auth-refresh-seconds", "auth.refresh_seconds", &C::auth_refresh_seconds, "", 1, 3600,
+     "how often certificate and token files are looked at for a rotation"},
+    {"unix-socket-mode", "unix_socket_mode", &C::unix_socket_mode, "0600|0660|0666", 0, 0,
+     "permissions of a unix: listener"},
+    {"shared-memory-bytes", "shared_memory.bytes", &C::shared_memory_bytes, "", 0, kBig,
+     "most bytes of live shared-memory segments, for clients on unix: listeners; 0 offers none"},
+    {"shared-memory-linger-seconds", "shared_memory.linger_seconds",
+     &C::shared_memory_linger_seconds, "", 0, 3600,
+     "how long a segment's name stays after its call ended well"},
 
     {"default-budget", "budget.mode", &C::default_budget, "dense|retention|coverage", 0, 0,
      "budget of requests that name none; unset: by the shares below, else retention 0.29"},
@@ -156,7 +168,7 @@ std::string HelpText() {
       "\n"
       "A flag wins over its variable (SPARSEGDN_MODEL for --model), a variable over the file "
       "given\n"
-      "by --config. SIGHUP reloads limits.* from the file, SIGTERM drains and stops.\n"
+      "by --config. SIGHUP reloads limits.* and the tokens, SIGTERM drains and stops.\n"
       "Exit codes: 0 drained, 1 internal, 2 configuration, 3 model, 4 cannot listen, 5 device.\n\n";
   for (const Option& option : kOptions) {
     absl::StrAppend(&text, "  --", option.flag);

@@ -4,11 +4,6 @@
 #include <cstdio>
 #include <random>
 #include <string_view>
-#include <vector>
-
-#include "absl/strings/str_cat.h"
-#include "server/engine/status_payload.h"
-#include "server/service/status.h"
 
 namespace sparsegdn::service {
 namespace {
@@ -67,28 +62,6 @@ bool CallDeadline::Passed() const {
 absl::Status CancelStatus(bool deadline_passed) {
   if (deadline_passed) return absl::DeadlineExceededError("the deadline passed during the call");
   return absl::CancelledError("the client went away");
-}
-
-absl::StatusOr<std::string> TenantOf(const grpc::CallbackServerContext& context,
-                                     const std::string& field) {
-  const std::shared_ptr<const grpc::AuthContext> peer = context.auth_context();
-  const bool authenticated = peer != nullptr && peer->IsPeerAuthenticated();
-  std::string tenant = field;
-  if (authenticated) {
-    const std::vector<grpc::string_ref> names = peer->GetPeerIdentity();
-    if (names.empty() || names.front().empty()) {
-      return engine::WithDetails(
-          absl::UnauthenticatedError(
-              "the client certificate has neither a subject alternative name nor a common name"),
-          {"", "NO_PEER_NAME", std::nullopt});
-    }
-    tenant.assign(names.front().data(), names.front().size());
-  }
-  if (tenant.size() <= engine::kMaxTenantBytes) return tenant;
-  const std::string what = authenticated ? "the client certificate's name" : "tenant";
-  return InvalidField(authenticated ? "" : "tenant", "TENANT_TOO_LONG",
-                      absl::StrCat(what, " has ", tenant.size(), " bytes, wanted at most ",
-                                   engine::kMaxTenantBytes));
 }
 
 std::string NewRequestId() {

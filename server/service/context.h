@@ -9,7 +9,6 @@
 #include <string>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "server/engine/engine.h"
 
 namespace sparsegdn::service {
@@ -17,6 +16,8 @@ namespace sparsegdn::service {
 class CallRegistry;
 class Health;
 class Metrics;
+class SegmentPool;
+class TokenFile;
 class WorkerPool;
 
 // Borrowed; all of it outlives the gRPC server.
@@ -26,6 +27,8 @@ struct ServiceContext {
   CallRegistry* calls = nullptr;
   WorkerPool* workers = nullptr;
   engine::Clock* clock = nullptr;
+  SegmentPool* segments = nullptr;
+  const TokenFile* tokens = nullptr;  // null: no token is asked for
 };
 
 // The W3C `traceparent` of the call, empty when absent or malformed (which the standard says to
@@ -56,12 +59,6 @@ class CallDeadline {
 
 // Why a call whose context is cancelled ends: DEADLINE_EXCEEDED or CANCELLED.
 absl::Status CancelStatus(bool deadline_passed);
-
-// Whose call it is. With a verified client certificate its first subject alternative name, or the
-// common name without one; `field` then counts for nothing, so that no client can name itself after
-// another. Without client certificates `field` is believed.
-absl::StatusOr<std::string> TenantOf(const grpc::CallbackServerContext& context,
-                                     const std::string& field);
 
 // 16 hex digits for a request that brought no id.
 std::string NewRequestId();

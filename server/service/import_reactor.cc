@@ -29,6 +29,12 @@ grpc::ServerReadReactor<v1::SnapshotFrame>* ImportReactor::Start(
     v1::SnapshotRef* response) {
   auto reactor = std::make_shared<ImportReactor>(service, context, response);
   reactor->self_ = reactor;
+  absl::StatusOr<Caller> caller = Authenticate(*context, service.tokens);
+  if (!caller.ok()) {
+    reactor->End(caller.status());
+    return reactor.get();
+  }
+  reactor->caller_ = *std::move(caller);
   absl::StatusOr<std::shared_ptr<engine::Engine>> engine = service.health->ForNewCall();
   if (!engine.ok()) {
     reactor->End(engine.status());
@@ -121,7 +127,7 @@ absl::Status ImportReactor::Take(bool& done) {
 absl::Status ImportReactor::TakeHeader(const v1::SnapshotHeader& header) {
   absl::StatusOr<engine::Manifest> manifest = FromProto(header.manifest());
   if (!manifest.ok()) return manifest.status();
-  absl::StatusOr<std::string> tenant = TenantOf(*context_, header.tenant());
+  absl::StatusOr<std::string> tenant = TenantOf(caller_, header.tenant());
   if (!tenant.ok()) return tenant.status();
   absl::StatusOr<std::unique_ptr<engine::SnapshotImport>> import =
       engine_->BeginImport(*manifest, header.keep().ttl_seconds(), *std::move(tenant));
@@ -161,7 +167,7 @@ void ImportReactor::End(const absl::Status& status) {
   Log(LogLevel::kInfo, "import ended",
       {{"request_id", request_id_},
        {"code", std::string(CodeName(out.error_code()))},
-       {"message", out.error_message()},
+       {"message", LogMessage(status)},
        {"traceparent", traceparent_},
        {"bytes", static_cast<int64_t>(response_->bytes())}});
   Finish(out);

@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "server/engine/engine.h"
+#include "server/service/auth.h"
 #include "server/service/call_registry.h"
 #include "server/service/context.h"
 #include "sparsegdn/v1/prefill.pb.h"
@@ -60,6 +61,7 @@ class ImportReactor final : public grpc::ServerReadReactor<v1::SnapshotFrame>,
   // Touched by one read at a time, then by the worker.
   v1::SnapshotFrame frame_;
   std::shared_ptr<engine::Engine> engine_;
+  Caller caller_;
   std::unique_ptr<engine::SnapshotImport> import_;
 
   std::mutex context_mutex_;

@@ -95,6 +95,9 @@ void Metrics::CreateCounters() {
   for (int s = 0; s < 3; ++s) cancelled_[s] = &cancelled.Add({{"stage", kStageNames[s]}});
   auto& bytes = CounterFamily("snapshot_bytes_total", registry_);
   for (int d = 0; d < 4; ++d) snapshot_bytes_[d] = &bytes.Add({{"dtype", kDTypeNames[d]}});
+  auto& shared = CounterFamily("shared_memory_calls_total", registry_);
+  shared_memory_calls_ = {&shared.Add({{"outcome", "refused"}}),
+                          &shared.Add({{"outcome", "given"}})};
   slow_readers_ = &CounterFamily("slow_readers_total", registry_).Add({});
   prompt_tokens_ = &CounterFamily("prompt_tokens_total", registry_).Add({});
   cached_tokens_ = &CounterFamily("cached_tokens_total", registry_).Add({});
@@ -116,6 +119,7 @@ void Metrics::CreateGauges() {
   buffered_ = &GaugeFamily("slow_reader_bytes", registry_).Add({});
   overhead_ = &GaugeFamily("selection_overhead_ratio", registry_).Add({});
   ready_ = &GaugeFamily("ready", registry_).Add({});
+  shared_memory_bytes_ = &GaugeFamily("shared_memory_bytes", registry_).Add({});
   model_info_ = &GaugeFamily("model_info", registry_);
   model_info_child_ = &model_info_->Add({{"name", ""}, {"identity", ""}, {"backend", ""}});
 }
@@ -148,6 +152,10 @@ void Metrics::OnRequest(Method method, int grpc_code) {
   requests_[static_cast<int>(method)][code]->Increment();
 }
 void Metrics::OnStreamed(double seconds) { stream_->Observe(seconds); }
+void Metrics::OnSharedMemory(bool given) { shared_memory_calls_[given ? 1 : 0]->Increment(); }
+void Metrics::SetSharedMemoryBytes(uint64_t bytes) {
+  shared_memory_bytes_->Set(static_cast<double>(bytes));
+}
 void Metrics::SetReady(bool ready) { ready_->Set(ready ? 1 : 0); }
 
 void Metrics::SetModel(const model::ModelInfo& info) {

@@ -34,6 +34,9 @@ class Metrics final : public engine::EngineObserver {
 
   void OnRequest(Method method, int grpc_code);
   void OnStreamed(double seconds);
+  // A call that asked for shared memory got it, or streams.
+  void OnSharedMemory(bool given);
+  void SetSharedMemoryBytes(uint64_t bytes);
   void SetReady(bool ready);
   void SetModel(const model::ModelInfo& info);
   // The text exposition format; gauges are taken from `gauges` first.
@@ -68,10 +71,11 @@ class Metrics final : public engine::EngineObserver {
   std::array<std::array<Counter*, kCodes>, kMethods> requests_;
   std::array<Counter*, 3> cancelled_;
   std::array<Counter*, 4> snapshot_bytes_;
+  std::array<Counter*, 2> shared_memory_calls_;
   Counter *slow_readers_, *prompt_tokens_, *cached_tokens_, *wasted_tokens_, *expired_, *events_,
       *events_selected_, *nonfinite_;
   Gauge *queue_requests_, *queue_tokens_, *running_, *slots_free_, *kv_free_, *kept_, *kept_bytes_,
-      *buffered_, *overhead_, *ready_;
+      *buffered_, *overhead_, *ready_, *shared_memory_bytes_;
   prometheus::Family<Gauge>* model_info_;
   Gauge* model_info_child_;
   Histogram *queue_wait_, *first_frame_, *to_snapshot_, *stream_, *batch_tokens_, *batch_requests_,

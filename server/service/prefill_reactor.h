@@ -5,6 +5,9 @@
 // method blocks, and every path ends in exactly one Finish, because a call without one keeps
 // Server::Shutdown from returning.
 //
+// With shared-memory hand-off the work of Pump (making the segment, copying into it) is done on a
+// worker.
+//
 // Backpressure: an event is taken from the engine only when the transport has taken the last one,
 // so what a slow client leaves unread stays in the engine, where it is bounded and pauses the call.
 #ifndef SPARSEGDN_SERVER_SERVICE_PREFILL_REACTOR_H_
@@ -24,6 +27,7 @@
 #include "server/engine/engine.h"
 #include "server/service/call_registry.h"
 #include "server/service/context.h"
+#include "server/service/shared_hand_off.h"
 
 namespace sparsegdn::service {
 
@@ -50,10 +54,15 @@ class PrefillReactor final : public grpc::ServerWriteReactor<grpc::ByteBuffer>,
 
   // The call, or why it was refused.
   absl::StatusOr<std::shared_ptr<engine::PrefillCall>> Submit(const grpc::ByteBuffer& request);
+  // Has Pump run, here or on a worker.
+  void Wake();
   // Writes the next event or finishes, unless a write is in flight.
   void Pump();
+  // The message of an event; with hand-off its bytes are put in their place first.
+  absl::StatusOr<grpc::ByteBuffer> Encode(const engine::Event& event);
+  absl::StatusOr<grpc::ByteBuffer> EncodeShared(const engine::TensorChunk& first);
+  void NoteLocked(const engine::Event& event);
   void End(const absl::Status& status);
-  void PrepareLocked(const engine::Event& event);
   // Tells the engine that nobody reads any more; the status to end with.
   absl::Status AbandonLocked();
 
@@ -63,6 +72,7 @@ class PrefillReactor final : public grpc::ServerWriteReactor<grpc::ByteBuffer>,
   std::string peer_;
   int64_t prompt_tokens_ = 0;
   const CallDeadline deadline_;
+  bool wants_shared_ = false;             // asked for, over a Unix-domain socket; set by Submit
   std::shared_ptr<PrefillReactor> self_;  // until OnDone
 
   std::mutex mutex_;
@@ -77,6 +87,12 @@ class PrefillReactor final : public grpc::ServerWriteReactor<grpc::ByteBuffer>,
   int64_t bytes_written_ = 0;
 
   grpc::ByteBuffer buffer_;  // of the write in flight
+  int64_t write_bytes_ = 0;  // its length
+  bool pump_queued_ = false;
+
+  // Touched by whoever set writing_ or ended_.
+  std::unique_ptr<SharedHandOff> hand_off_;
+  std::optional<engine::Event> next_event_;  // taken behind the chunks of one message
 
   // Keeps the context alive while CutIfStalled uses it; never held together with mutex_.
   std::mutex context_mutex_;

@@ -1,6 +1,7 @@
 #include "server/service/prefill_service.h"
 
 #include "absl/strings/str_cat.h"
+#include "server/service/auth.h"
 #include "server/service/convert_request.h"
 #include "server/service/convert_response.h"
 #include "server/service/health.h"
@@ -23,7 +24,7 @@ grpc::ServerUnaryReactor* EndUnary(const ServiceContext& service,
       method == Method::kReleaseSnapshot ? "release ended" : "model info ended",
       {{"request_id", NewRequestId()},
        {"code", std::string(CodeName(out.error_code()))},
-       {"message", out.error_message()},
+       {"message", LogMessage(status)},
        {"traceparent", TraceparentOf(*context)}});
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   reactor->Finish(out);
@@ -46,6 +47,8 @@ grpc::ServerUnaryReactor* PrefillServiceImpl::ReleaseSnapshot(
     grpc::CallbackServerContext* context, const v1::ReleaseSnapshotRequest* request,
     v1::ReleaseSnapshotResponse*) {
   const auto release = [&]() -> absl::Status {
+    absl::StatusOr<Caller> caller = Authenticate(*context, service_.tokens);
+    if (!caller.ok()) return caller.status();
     absl::StatusOr<std::shared_ptr<engine::Engine>> engine = service_.health->ForNewCall();
     if (!engine.ok()) return engine.status();
     const std::string& id = request->snapshot_id();
@@ -54,7 +57,7 @@ grpc::ServerUnaryReactor* PrefillServiceImpl::ReleaseSnapshot(
           "snapshot_id", "BAD_SNAPSHOT_ID",
           absl::StrCat("snapshot_id has ", id.size(), " bytes, wanted 1 .. ", kMaxSnapshotIdBytes));
     }
-    absl::StatusOr<std::string> tenant = TenantOf(*context, request->tenant());
+    absl::StatusOr<std::string> tenant = TenantOf(*caller, request->tenant());
     if (!tenant.ok()) return tenant.status();
     return (*engine)->ReleaseSnapshot(id, *tenant);
   };
@@ -64,9 +67,14 @@ grpc::ServerUnaryReactor* PrefillServiceImpl::ReleaseSnapshot(
 grpc::ServerUnaryReactor* PrefillServiceImpl::GetModelInfo(grpc::CallbackServerContext* context,
                                                            const v1::GetModelInfoRequest*,
                                                            v1::ModelInfo* response) {
-  absl::StatusOr<std::shared_ptr<engine::Engine>> engine = service_.health->ForNewCall();
-  if (engine.ok()) *response = ToModelInfo(**engine, limits_(), version_);
-  return EndUnary(service_, context, Method::kGetModelInfo, engine.status());
+  const auto info = [&]() -> absl::Status {
+    absl::StatusOr<Caller> caller = Authenticate(*context, service_.tokens);
+    if (!caller.ok()) return caller.status();
+    absl::StatusOr<std::shared_ptr<engine::Engine>> engine = service_.health->ForNewCall();
+    if (engine.ok()) *response = ToModelInfo(**engine, limits_(), version_);
+    return engine.status();
+  };
+  return EndUnary(service_, context, Method::kGetModelInfo, info());
 }
 
 }  // namespace sparsegdn::service

@@ -6,20 +6,26 @@
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
 #include <mutex>
-#include <sstream>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "server/service/address.h"
 #include "server/service/call_registry.h"
+#include "server/service/credentials.h"
 #include "server/service/http_listener.h"
+#include "server/service/listeners.h"
 #include "server/service/log.h"
 #include "server/service/prefill_service.h"
+#include "server/service/shared_segment.h"
+#include "server/service/tokens.h"
 #include "server/service/worker_pool.h"
 
 #ifndef SPARSEGDN_VERSION
@@ -40,6 +46,9 @@ using std::chrono::system_clock;
 // Uploads that are checked at once. Two, so that a large one does not hold up a small one; more
 // would only take cores from the model.
 constexpr int kWorkers = 2;
+// Bounds on what one connection may hold before any of it is looked at.
+constexpr int kMaxMetadataBytes = 16 << 10;
+constexpr int kMaxStreamsPerConnection = 4096;
 
 // The library's own lines join ours, so that the log stays one format.
 void RouteGrpcLogs() {
@@ -49,37 +58,24 @@ void RouteGrpcLogs() {
   });
 }
 
-absl::StatusOr<std::string> ReadPem(const std::string& path, const char* flag) {
-  std::ifstream file(path, std::ios::binary);
-  std::stringstream text;
-  if (file) text << file.rdbuf();
-  if (!file || text.str().find("-----BEGIN") == std::string::npos) {
-    return absl::InvalidArgumentError(absl::StrCat(flag, " = ", path, ", wanted a PEM file"));
+// Told once at start: what an operator may have overlooked.
+void WarnOfOpenDoors(const ServerConfig& config, const std::vector<ListenAddress>& addresses) {
+  if (!config.tls_cert.empty()) return;
+  for (const ListenAddress& address : addresses) {
+    if (IsLocal(address)) continue;
+    Log(LogLevel::kWarning,
+        config.auth_tokens.empty()
+            ? "a listener without TLS and authentication is open to other machines"
+            : "bearer tokens travel in clear text to a listener without TLS",
+        {{"listen", ToText(address)}});
   }
-  return text.str();
-}
-
-absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> Credentials(const ServerConfig& config) {
-  if (config.tls_cert.empty()) return grpc::InsecureServerCredentials();
-  absl::StatusOr<std::string> cert = ReadPem(config.tls_cert, "--tls-cert");
-  if (!cert.ok()) return cert.status();
-  absl::StatusOr<std::string> key = ReadPem(config.tls_key, "--tls-key");
-  if (!key.ok()) return key.status();
-  grpc::SslServerCredentialsOptions options(
-      config.tls_client_ca.empty() ? GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE
-                                   : GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
-  options.pem_key_cert_pairs.push_back({*key, *cert});
-  if (!config.tls_client_ca.empty()) {
-    absl::StatusOr<std::string> ca = ReadPem(config.tls_client_ca, "--tls-client-ca");
-    if (!ca.ok()) return ca.status();
-    options.pem_root_certs = *ca;
-  }
-  return grpc::SslServerCredentials(options);
 }
 
 void SetChannelArguments(const ServerConfig& config, grpc::ServerBuilder& builder) {
   builder.SetMaxReceiveMessageSize(static_cast<int>(ReceiveLimitBytes(config)));
   builder.SetMaxSendMessageSize(-1);
+  builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, kMaxMetadataBytes);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kMaxStreamsPerConnection);
   // Without this a second server takes the same port and half of the calls, without an error.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   // Finds clients that are gone without a word.
@@ -109,8 +105,8 @@ class ServerImpl final : public Server {
         health_(&metrics_),
         limits_(ToEngineLimits(config)),
         calls_([this] { return StallTimeout(); }),
-        service_({&health_, &metrics_, &calls_, &workers_, engine::Clock::Real()}, kServerVersion,
-                 [this] { return limits(); }) {}
+        segments_(static_cast<uint64_t>(config.shared_memory_bytes),
+                  std::chrono::seconds(config.shared_memory_linger_seconds)) {}
   ~ServerImpl() override { Shutdown(nanoseconds(0)); }
 
   absl::Status Listen();
@@ -120,11 +116,18 @@ class ServerImpl final : public Server {
   Health& health() override { return health_; }
   void Serve(std::shared_ptr<engine::Engine> engine) override;
   absl::Status SetLimits(const engine::EngineLimits& limits) override;
+  absl::Status ReloadTokens() override {
+    return tokens_ == nullptr ? absl::OkStatus() : tokens_->Reload();
+  }
   bool Drain(nanoseconds timeout) override;
   void Shutdown(nanoseconds grace) override;
 
  private:
+  absl::Status OpenTokens();
   absl::Status ListenGrpc();
+  absl::Status Bind(grpc::ServerBuilder& builder, const std::vector<ListenAddress>& addresses,
+                    const std::vector<int>& ports);
+  absl::Status WhyNot(const std::vector<ListenAddress>& addresses) const;
   absl::Status ListenHttp();
   absl::Status WritePortFile() const;
   nanoseconds StallTimeout() const {
@@ -141,44 +144,101 @@ class ServerImpl final : public Server {
   mutable std::mutex limits_mutex_;
   engine::EngineLimits limits_;
   CallRegistry calls_;
+  SegmentPool segments_;
   WorkerPool workers_{kWorkers};
-  PrefillServiceImpl service_;
+  std::unique_ptr<TokenFile> tokens_;
+  std::unique_ptr<PrefillServiceImpl> service_;
+  std::vector<std::unique_ptr<UnixSocketFile>> socket_files_;
   std::unique_ptr<grpc::Server> grpc_;
   std::unique_ptr<HttpListener> http_;
   int port_ = 0;
 };
 
 absl::Status ServerImpl::Listen() {
-  absl::Status status = ListenGrpc();
+  absl::Status status = OpenTokens();
+  if (status.ok()) status = ListenGrpc();
   if (status.ok()) status = ListenHttp();
   if (status.ok()) status = WritePortFile();
   return status;
 }
 
+absl::Status ServerImpl::OpenTokens() {
+  if (config_.auth_tokens.empty()) return absl::OkStatus();
+  absl::StatusOr<std::unique_ptr<TokenFile>> tokens =
+      TokenFile::Open(config_.auth_tokens, "--auth-tokens", config_.auth_refresh_seconds);
+  if (!tokens.ok()) return tokens.status();
+  tokens_ = *std::move(tokens);
+  return absl::OkStatus();
+}
+
 absl::Status ServerImpl::ListenGrpc() {
-  absl::StatusOr<HostPort> address = ParseHostPort(config_.listen, "--listen");
-  if (!address.ok()) return address.status();
-  absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> credentials = Credentials(config_);
+  absl::StatusOr<std::vector<ListenAddress>> addresses =
+      ParseListenList(config_.listen, "--listen");
+  if (!addresses.ok()) return addresses.status();
+  absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> credentials = MakeCredentials(config_);
   if (!credentials.ok()) return credentials.status();
+  WarnOfOpenDoors(config_, *addresses);
   RouteGrpcLogs();
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  service_ = std::make_unique<PrefillServiceImpl>(
+      ServiceContext{&health_, &metrics_, &calls_, &workers_, engine::Clock::Real(), &segments_,
+                     tokens_.get()},
+      kServerVersion, [this] { return limits(); });
   grpc::ServerBuilder builder;
   SetChannelArguments(config_, builder);
-  builder.AddListeningPort(ToText(*address), *credentials, &port_);
-  builder.RegisterService(&service_);
-  grpc_ = builder.BuildAndStart();
-  if (grpc_ == nullptr || port_ == 0) {
-    absl::Status why = ProbeBind(*address, "--listen");
-    if (!why.ok()) return why;
-    return absl::InvalidArgumentError(
-        absl::StrCat("--listen = ", config_.listen,
-                     config_.tls_cert.empty() ? ": cannot listen"
-                                              : ": cannot listen with this certificate and key"));
+  std::vector<int> ports(addresses->size(), 0);
+  for (size_t i = 0; i < addresses->size(); ++i) {
+    const ListenAddress& address = (*addresses)[i];
+    if (address.is_unix) {
+      absl::StatusOr<std::unique_ptr<UnixSocketFile>> file =
+          UnixSocketFile::Prepare(address.path, "--listen");
+      if (!file.ok()) return file.status();
+      socket_files_.push_back(*std::move(file));
+    }
+    builder.AddListeningPort(ToText(address), *credentials, &ports[i]);
   }
+  builder.RegisterService(service_.get());
+  if (absl::Status status = Bind(builder, *addresses, ports); !status.ok()) return status;
   // The library announces SERVING for "" by itself: withdrawn at once, the model is not there yet.
   health_.Attach(grpc_->GetHealthCheckService());
   return absl::OkStatus();
+}
+
+absl::Status ServerImpl::Bind(grpc::ServerBuilder& builder,
+                              const std::vector<ListenAddress>& addresses,
+                              const std::vector<int>& ports) {
+  // Nobody but this user reaches a socket file between its bind and the chmod below.
+  const mode_t mask = umask(S_IRWXG | S_IRWXO);
+  grpc_ = builder.BuildAndStart();
+  umask(mask);
+  if (grpc_ == nullptr || std::find(ports.begin(), ports.end(), 0) != ports.end()) {
+    return WhyNot(addresses);
+  }
+  for (const auto& file : socket_files_) {
+    const auto mode = static_cast<uint32_t>(std::stoul(config_.unix_socket_mode, nullptr, 8));
+    if (absl::Status status = file->Bound(mode); !status.ok()) return status;
+  }
+  for (size_t i = ports.size(); i-- > 0;) {
+    if (!addresses[i].is_unix) port_ = ports[i];
+  }
+  if (const int stale = segments_.RemoveLeftovers(); stale > 0) {
+    Log(LogLevel::kInfo, "shared memory of a dead server removed",
+        {{"segments", static_cast<int64_t>(stale)}});
+  }
+  return absl::OkStatus();
+}
+
+// Which of the addresses could not be had.
+absl::Status ServerImpl::WhyNot(const std::vector<ListenAddress>& addresses) const {
+  for (const ListenAddress& address : addresses) {
+    if (address.is_unix || (address.tcp.port == 0 && grpc_ != nullptr)) continue;
+    if (absl::Status why = ProbeBind(address.tcp, "--listen"); !why.ok()) return why;
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("--listen = ", config_.listen,
+                   config_.tls_cert.empty() ? ": cannot listen"
+                                            : ": cannot listen with this certificate and key"));
 }
 
 absl::Status ServerImpl::ListenHttp() {
@@ -186,6 +246,7 @@ absl::Status ServerImpl::ListenHttp() {
   HttpHandlers handlers;
   handlers.metrics = [this] {
     const std::shared_ptr<engine::Engine> engine = health_.engine();
+    metrics_.SetSharedMemoryBytes(segments_.live_bytes());
     return metrics_.Scrape(engine ? engine->gauges() : engine::EngineGauges{});
   };
   handlers.live = [this] { return health_.live(); };
@@ -261,6 +322,8 @@ void ServerImpl::Shutdown(nanoseconds grace) {
     grpc_->Wait();
     grpc_.reset();
   }
+  socket_files_.clear();
+  segments_.Close();
   http_.reset();
 }
 

@@ -26,7 +26,7 @@ class Server {
   static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerConfig& config);
   virtual ~Server() = default;  // Shutdown(0) if it was not shut down
 
-  virtual int port() const = 0;
+  virtual int port() const = 0;       // of the first TCP listener; 0 without one
   virtual int http_port() const = 0;  // 0 without an HTTP listener
   virtual Metrics& metrics() = 0;     // the engine's observer
   virtual Health& health() = 0;
@@ -36,6 +36,9 @@ class Server {
   // INVALID_ARGUMENT, and nothing changes, for a prompt longer than the receive limit allows or
   // for limits that the engine refuses.
   virtual absl::Status SetLimits(const engine::EngineLimits& limits) = 0;
+
+  // Reads the token file again. OK without one.
+  virtual absl::Status ReloadTokens() = 0;
 
   // NOT_SERVING; new calls are refused; queued, running and streaming ones may finish until
   // `timeout` has passed. True when all of them did. A device fault meanwhile is left in health().

@@ -105,7 +105,7 @@ absl::Status AddRedis(const ServerConfig& config, const model::ModelInfo& info,
 }
 
 void AnnouncePorts(const Server& server) {
-  std::printf("sparsegdn-server: gRPC on port %d", server.port());
+  std::printf("sparsegdn-server: gRPC on port %d", server.port());  // 0: Unix sockets alone
   if (server.http_port() > 0) std::printf(", metrics and probes on port %d", server.http_port());
   std::printf("\n");
   std::fflush(stdout);

@@ -86,6 +86,15 @@ const char* CodeName(grpc::StatusCode code) {
   return index >= 0 && index <= 16 ? kNames[index] : "UNKNOWN";
 }
 
+std::string LogMessage(const absl::Status& status) {
+  if (status.ok()) return "";
+  const engine::StatusDetails details = engine::DetailsOf(status);
+  for (const char* content : {"token_ids", "resume_from", "snapshot_id"}) {
+    if (details.field.rfind(content, 0) == 0) return details.reason + " in " + details.field;
+  }
+  return Printable(std::string(status.message()), kMaxMessageBytes);
+}
+
 absl::Status InvalidField(const std::string& field, const std::string& reason,
                           const std::string& message) {
   return engine::WithDetails(absl::InvalidArgumentError(message), {field, reason, std::nullopt});

@@ -23,6 +23,10 @@ grpc::Status ToGrpc(const absl::Status& status);
 // "OK", "INVALID_ARGUMENT", ...; the label of requests_total and of logs.
 const char* CodeName(grpc::StatusCode code);
 
+// The message for the log: empty where it would repeat what the client sent as content (a token id,
+// a snapshot's id); field and reason stand for it.
+std::string LogMessage(const absl::Status& status);
+
 // INVALID_ARGUMENT for `field`; `message` says field, got and wanted.
 absl::Status InvalidField(const std::string& field, const std::string& reason,
                           const std::string& message);

@@ -30,6 +30,12 @@ EVERYTHING = {
     "prometheusRule": {"enabled": True, "labels": {"release": "monitoring"}},
     "grafanaDashboard": {"enabled": True},
     "tls": {"secretName": "server-cert", "clientCaSecretName": "client-ca"},
+    "auth": {"tokensSecretName": "tokens"},
+    "unixSocket": {"enabled": True},
+    "sharedMemory": {"enabled": True},
+    "extraContainers": [{"name": "worker", "image": "registry.example/worker:1", "volumeMounts": [
+        {"name": "socket", "mountPath": "/run/sparsegdn"},
+        {"name": "shared-memory", "mountPath": "/dev/shm"}]}],
     "model": {"mountPath": "/models/m", "subPath": "9b", "volume": {"hostPath": {"path": "/srv/m"}}},
     "image": {"repository": "registry.example/sparsegdn", "tag": "9", "pullSecrets": [{"name": "s"}]},
     "config": {"limits": {"max_queue_tokens": 4194304}, "budget": {"retention": 0.29}},
@@ -46,6 +52,8 @@ VARIANTS = {
     "everything": EVERYTHING,
     "cpu": {"gpu": {"enabled": False}, "podDisruptionBudget": {"enabled": False},
             "service": {"headless": False}},
+    "node": {"unixSocket": {"enabled": True, "volume": {"hostPath": {"path": "/run/sparsegdn"}}},
+             "sharedMemory": {"enabled": True, "volume": {"hostPath": {"path": "/dev/shm"}}}},
 }
 # Each is refused, and the message names the key.
 WRONG = {
@@ -68,6 +76,11 @@ WRONG = {
     "scrape interval without a unit": ({"serviceMonitor": {"interval": "15"}},
                                        "/serviceMonitor/interval"),
     "positional argument": ({"extraArgs": ["serve"]}, "/extraArgs/0"),
+    "tokens in the values": ({"auth": {"tokens": "alice 0123456789abcdef"}}, "/auth"),
+    "token file in config": ({"config": {"auth": {"tokens": "/t"}}}, "/config/auth"),
+    "relative socket path": ({"unixSocket": {"mountPath": "run"}}, "/unixSocket/mountPath"),
+    "shared memory without a unit": ({"sharedMemory": {"sizeLimit": "8GB"}},
+                                     "/sharedMemory/sizeLimit"),
     "disruption budget of zero": ({"podDisruptionBudget": {"maxUnavailable": 0}},
                                   "/podDisruptionBudget/maxUnavailable"),
 }
@@ -75,6 +88,7 @@ WRONG = {
 WRONG_TOGETHER = {
     "client authorities without a certificate": ({"tls": {"clientCaSecretName": "ca"}},
                                                  "tls.secretName"),
+    "shared memory without a socket": ({"sharedMemory": {"enabled": True}}, "unixSocket.enabled"),
     "more minimal than maximal replicas": (
         {"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 2}}, "maxReplicas"),
     "no model": ({"model": {"existingClaim": ""}}, "model.existingClaim"),
@@ -237,13 +251,30 @@ class Pod(unittest.TestCase):
     def test_config_file_holds_the_values(self):
         data = objects(EVERYTHING)["ConfigMap", "sparsegdn"]["data"]["config.json"]
         config = json.loads(data)
-        self.assertEqual(config["listen"], "0.0.0.0:8500")
+        self.assertEqual(config["listen"], "0.0.0.0:8500,unix:/run/sparsegdn/grpc.sock")
+        self.assertEqual(config["auth"], {"tokens": "/etc/sparsegdn/auth/tokens"})
         self.assertEqual(config["model"], {"backend": "cuda", "dir": "/models/m"})
         self.assertEqual(config["tls"], {"cert": "/etc/sparsegdn/tls/tls.crt",
                                          "key": "/etc/sparsegdn/tls/tls.key",
                                          "client_ca": "/etc/sparsegdn/client-ca/ca.crt"})
         self.assertIn('"max_queue_tokens": 4194304', data)  # not 4.194304e+06
         self.assertEqual(config["budget"], {"retention": 0.29})
+
+    def test_secrets_are_not_for_everybody(self):
+        pod = objects(EVERYTHING)["Deployment", "sparsegdn"]["spec"]["template"]["spec"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        for name, secret in (("auth", "tokens"), ("tls", "server-cert")):
+            self.assertEqual(volumes[name]["secret"],
+                             {"secretName": secret, "defaultMode": 0o440})
+
+    def test_workers_reach_socket_and_shared_memory(self):
+        pod = objects(EVERYTHING)["Deployment", "sparsegdn"]["spec"]["template"]["spec"]
+        server, worker = pod["containers"]
+        places = {mount["name"]: mount["mountPath"] for mount in server["volumeMounts"]}
+        for mount in worker["volumeMounts"]:
+            self.assertEqual(places[mount["name"]], mount["mountPath"])
+        memory = next(v for v in pod["volumes"] if v["name"] == "shared-memory")
+        self.assertEqual(memory["emptyDir"], {"medium": "Memory", "sizeLimit": "8Gi"})
 
     def test_mounts_have_volumes(self):
         for name, values in VARIANTS.items():

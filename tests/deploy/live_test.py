@@ -33,7 +33,7 @@ MODEL = pathlib.Path(sys.argv[2] if len(sys.argv) > 2 else "")
 START_SECONDS, SCRAPE_SECONDS = 120, 1
 # Options that the chart fills in itself, and the one that names the file.
 OWNED = {"listen", "metrics_listen", "port_file", "drain_seconds", "model.dir", "model.backend",
-         "tls.cert", "tls.key", "tls.client_ca"}
+         "tls.cert", "tls.key", "tls.client_ca", "auth.tokens"}
 PROMPTS = [("--dense", 70), ("--retention=0.29", 600), ("--retention=0.1", 3000), ("--keep", 64)]
 CONFIGURATION_ERROR, MODEL_ERROR = 2, 3
 

@@ -7,7 +7,7 @@ namespace sparsegdn::cli {
 ExitCode ExitCodeOf(const absl::Status& status) {
   const std::string reason = client::DetailsOf(status).reason;
   if (reason.rfind("FILE_", 0) == 0) return kFile;
-  if (reason == "USAGE") return kUsage;
+  if (reason == "USAGE" || reason == "BAD_OPTION" || reason == "TOKEN_FILE") return kUsage;
   switch (status.code()) {
     case absl::StatusCode::kOk:
       return kOk;

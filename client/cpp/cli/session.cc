@@ -13,15 +13,25 @@
 namespace sparsegdn::cli {
 
 FlagGroup SessionFlags() {
-  return {"Connection and output",
-          {{"server", "ADDRESS",
-            "host:port of the server (default: $SPARSEGDN_SERVER, or 127.0.0.1:50051)."},
-           {"timeout", "SECONDS", "Give up a call after this long (exit code 5)."},
-           {"wait", "SECONDS", "Wait this long for a server that is still starting."},
-           {"tenant", "NAME", "Counts only where the server runs without authentication."},
-           {"json", "", "Print one JSON object instead of the table."},
-           {"quiet", "", "No progress bar."},
-           {"help", "", "Print this text."}}};
+  return {
+      "Connection and output",
+      {{"server", "ADDRESS",
+        "host:port or unix:/path of the server (default: $SPARSEGDN_SERVER, or 127.0.0.1:50051)."},
+       {"tls", "", "Use TLS with the system's authorities (also set by the flags below)."},
+       {"tls-ca", "FILE", "PEM authorities of the server's certificate."},
+       {"tls-cert", "FILE", "PEM certificate of this client."},
+       {"tls-key", "FILE", "PEM key of --tls-cert."},
+       {"tls-server-name", "NAME", "Name in the server's certificate, if not ADDRESS's."},
+       {"token-file", "FILE", "Bearer token that every call brings; read for each call."},
+       {"plain-text-token", "", "Allow the token on a connection without TLS."},
+       {"shared-memory", "",
+        "On a unix: ADDRESS, take snapshots through shared memory instead of the socket."},
+       {"timeout", "SECONDS", "Give up a call after this long (exit code 5)."},
+       {"wait", "SECONDS", "Wait this long for a server that is still starting."},
+       {"tenant", "NAME", "Counts only where the server runs without authentication."},
+       {"json", "", "Print one JSON object instead of the table."},
+       {"quiet", "", "No progress bar."},
+       {"help", "", "Print this text."}}};
 }
 
 client::Cancellation& Interrupt() {
@@ -65,6 +75,11 @@ absl::StatusOr<Session> Session::Open(const Args& args) {
   if ((timeout && !(*timeout > 0)) || (wait && !(*wait >= 0))) {
     return UsageError("--timeout and --wait must be positive numbers of seconds");
   }
+  options.tls = {args.Has("tls"), args.Text("tls-ca"), args.Text("tls-cert"), args.Text("tls-key"),
+                 args.Text("tls-server-name")};
+  options.token_file = args.Text("token-file");
+  options.allow_plain_text_token = args.Has("plain-text-token");
+  options.shared_memory = args.Has("shared-memory");
   if (timeout) session.call.timeout = absl::Seconds(*timeout);
   session.call.cancellation = &Interrupt();
   session.tenant = args.Text("tenant");

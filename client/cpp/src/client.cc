@@ -1,19 +1,20 @@
 #include "sparsegdn/client/client.h"
 
 #include <grpcpp/grpcpp.h>
-#include <xxhash.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <thread>
 #include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "sparsegdn/v1/prefill.grpc.pb.h"
 #include "src/assembler.h"
+#include "src/channel.h"
 #include "src/errors.h"
+#include "src/shared_mapping.h"
+#include "src/xxh.h"
 
 namespace sparsegdn::client {
 
@@ -62,19 +63,27 @@ double SecondsSince(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-void Prepare(const CallOptions& options, grpc::ClientContext* context) {
+// INVALID_ARGUMENT or FILE_IO when the token cannot be had.
+absl::Status Prepare(const ConnectOptions& connect, const CallOptions& options,
+                     grpc::ClientContext* context) {
   if (options.timeout.has_value()) {
     context->set_deadline(std::chrono::system_clock::now() +
                           absl::ToChronoNanoseconds(*options.timeout));
   }
   if (!options.traceparent.empty()) context->AddMetadata("traceparent", options.traceparent);
+  if (connect.token_file.empty()) return absl::OkStatus();
+  absl::StatusOr<std::string> token = ReadToken(connect.token_file);
+  if (!token.ok()) return token.status();
+  context->AddMetadata("authorization", absl::StrCat("Bearer ", *token));
+  return absl::OkStatus();
 }
 
 // The events of one Prefill stream, in the order the contract allows.
 class StreamState {
  public:
-  StreamState(uint64_t max_bytes, const CallOptions& options, Clock::time_point start)
-      : assembler_(max_bytes), options_(options), start_(start) {}
+  StreamState(uint64_t max_bytes, bool allow_shared, const CallOptions& options,
+              Clock::time_point start)
+      : assembler_(max_bytes), allow_shared_(allow_shared), options_(options), start_(start) {}
 
   absl::Status OnEvent(v1::PrefillResponse* response);
   absl::StatusOr<PrefillOutcome> Finish();
@@ -83,6 +92,7 @@ class StreamState {
   void Report();
 
   Assembler assembler_;
+  const bool allow_shared_;
   const CallOptions& options_;
   Clock::time_point start_;
   PrefillProgress progress_;
@@ -112,12 +122,19 @@ absl::Status StreamState::OnEvent(v1::PrefillResponse* response) {
       progress_.tokens_total = response->progress().tokens_total();
       break;
     case v1::PrefillResponse::kManifest:
-      status = assembler_.SetManifest(std::move(*response->mutable_manifest()));
+      status = assembler_.SetManifest(std::move(*response->mutable_manifest()), allow_shared_);
       break;
     case v1::PrefillResponse::kChunk:
       if (!first_chunk_seconds_.has_value()) first_chunk_seconds_ = SecondsSince(start_);
       progress_.stage = PrefillProgress::Stage::kStreaming;
       status = assembler_.Add(response->chunk());
+      break;
+    case v1::PrefillResponse::kSharedChunks:
+      if (!first_chunk_seconds_.has_value()) first_chunk_seconds_ = SecondsSince(start_);
+      progress_.stage = PrefillProgress::Stage::kStreaming;
+      for (const v1::SharedChunk& chunk : response->shared_chunks().chunks()) {
+        if (status.ok()) status = assembler_.Add(chunk);
+      }
       break;
     case v1::PrefillResponse::kResult:
       result_ = std::move(*response->mutable_result());
@@ -141,8 +158,10 @@ absl::StatusOr<PrefillOutcome> StreamState::Finish() {
 
 class GrpcClient : public Client {
  public:
-  GrpcClient(std::shared_ptr<grpc::Channel> channel, uint64_t max_snapshot_bytes)
-      : stub_(v1::PrefillService::NewStub(channel)), max_snapshot_bytes_(max_snapshot_bytes) {}
+  GrpcClient(std::shared_ptr<grpc::Channel> channel, const ConnectOptions& options)
+      : stub_(v1::PrefillService::NewStub(channel)),
+        connect_(options),
+        ask_shared_(options.shared_memory) {}
 
   absl::StatusOr<PrefillOutcome> Prefill(const v1::PrefillRequest& request,
                                          const CallOptions& options) override;
@@ -154,16 +173,37 @@ class GrpcClient : public Client {
   absl::StatusOr<v1::ModelInfo> Info(const CallOptions& options) override;
 
  private:
+  absl::StatusOr<PrefillOutcome> PrefillOnce(const v1::PrefillRequest& request,
+                                             const CallOptions& options);
+  absl::Status FromCall(const grpc::Status& status) const {
+    return ExplainTls(FromGrpc(status), connect_.tls.enabled() || connect_.credentials != nullptr);
+  }
+
   std::unique_ptr<v1::PrefillService::Stub> stub_;
-  uint64_t max_snapshot_bytes_;
+  const ConnectOptions connect_;
+  std::atomic<bool> ask_shared_;  // false for good once a segment could not be mapped
 };
 
 absl::StatusOr<PrefillOutcome> GrpcClient::Prefill(const v1::PrefillRequest& request,
                                                    const CallOptions& options) {
+  if (ask_shared_ && !request.shared_memory()) {
+    v1::PrefillRequest asking = request;
+    asking.set_shared_memory(true);
+    absl::StatusOr<PrefillOutcome> outcome = PrefillOnce(asking, options);
+    if (outcome.ok() || DetailsOf(outcome.status()).reason != kSharedMemoryUnavailable) {
+      return outcome;
+    }
+    ask_shared_ = false;
+  }
+  return PrefillOnce(request, options);
+}
+
+absl::StatusOr<PrefillOutcome> GrpcClient::PrefillOnce(const v1::PrefillRequest& request,
+                                                       const CallOptions& options) {
   grpc::ClientContext context;
-  Prepare(options, &context);
+  if (absl::Status ready = Prepare(connect_, options, &context); !ready.ok()) return ready;
   CancellationScope scope(options.cancellation, &context);
-  StreamState state(max_snapshot_bytes_, options, Clock::now());
+  StreamState state(connect_.max_snapshot_bytes, request.shared_memory(), options, Clock::now());
   auto reader = stub_->Prefill(&context, request);
   v1::PrefillResponse response;
   absl::Status bad;
@@ -176,7 +216,7 @@ absl::StatusOr<PrefillOutcome> GrpcClient::Prefill(const v1::PrefillRequest& req
   }
   const grpc::Status end = reader->Finish();
   if (!bad.ok()) return bad;
-  if (!end.ok()) return FromGrpc(end);
+  if (!end.ok()) return FromCall(end);
   return state.Finish();
 }
 
@@ -216,7 +256,7 @@ absl::StatusOr<v1::SnapshotRef> GrpcClient::Import(const Snapshot& snapshot, con
                                                    const CallOptions& options) {
   const std::vector<int> tensors = ImportableTensors(snapshot.manifest());
   grpc::ClientContext context;
-  Prepare(options, &context);
+  if (absl::Status ready = Prepare(connect_, options, &context); !ready.ok()) return ready;
   CancellationScope scope(options.cancellation, &context);
   v1::SnapshotRef ref;
   auto writer = stub_->ImportSnapshot(&context, &ref);
@@ -238,7 +278,7 @@ absl::StatusOr<v1::SnapshotRef> GrpcClient::Import(const Snapshot& snapshot, con
   }
   writer->WritesDone();
   const grpc::Status status = writer->Finish();
-  if (!status.ok()) return FromGrpc(status);
+  if (!status.ok()) return FromCall(status);
   if (!open) return absl::InternalError("the server accepted the snapshot before its end");
   return ref;
 }
@@ -246,69 +286,31 @@ absl::StatusOr<v1::SnapshotRef> GrpcClient::Import(const Snapshot& snapshot, con
 absl::Status GrpcClient::Release(const std::string& snapshot_id, const std::string& tenant,
                                  const CallOptions& options) {
   grpc::ClientContext context;
-  Prepare(options, &context);
+  if (absl::Status ready = Prepare(connect_, options, &context); !ready.ok()) return ready;
   CancellationScope scope(options.cancellation, &context);
   v1::ReleaseSnapshotRequest request;
   request.set_snapshot_id(snapshot_id);
   request.set_tenant(tenant);
   v1::ReleaseSnapshotResponse response;
-  return FromGrpc(stub_->ReleaseSnapshot(&context, request, &response));
+  return FromCall(stub_->ReleaseSnapshot(&context, request, &response));
 }
 
 absl::StatusOr<v1::ModelInfo> GrpcClient::Info(const CallOptions& options) {
   grpc::ClientContext context;
-  Prepare(options, &context);
+  if (absl::Status ready = Prepare(connect_, options, &context); !ready.ok()) return ready;
   CancellationScope scope(options.cancellation, &context);
   v1::ModelInfo info;
   const grpc::Status status = stub_->GetModelInfo(&context, v1::GetModelInfoRequest(), &info);
-  if (!status.ok()) return FromGrpc(status);
+  if (!status.ok()) return FromCall(status);
   return info;
-}
-
-// A bare host:port would be resolved the same way, but by gRPC's default, which has changed.
-std::string TargetUri(const std::string& target) {
-  const bool has_scheme = target.find("://") != std::string::npos ||
-                          absl::StartsWith(target, "unix:") || absl::StartsWith(target, "dns:") ||
-                          absl::StartsWith(target, "ipv4:") || absl::StartsWith(target, "ipv6:");
-  return has_scheme ? target : absl::StrCat("dns:///", target);
-}
-
-// GetModelInfo is left out: WaitUntilReady asks again by itself.
-std::string RetryConfig(int max_attempts) {
-  return absl::StrFormat(
-      R"({"methodConfig": [{"name": [
-          {"service": "sparsegdn.v1.PrefillService", "method": "Prefill"},
-          {"service": "sparsegdn.v1.PrefillService", "method": "ImportSnapshot"},
-          {"service": "sparsegdn.v1.PrefillService", "method": "ReleaseSnapshot"}],
-        "retryPolicy": {"maxAttempts": %d, "initialBackoff": "0.1s", "maxBackoff": "1s",
-          "backoffMultiplier": 3, "retryableStatusCodes": ["UNAVAILABLE"]}}]})",
-      max_attempts);
 }
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const ConnectOptions& options) {
-  if (options.target.empty()) {
-    return MakeError(absl::StatusCode::kInvalidArgument, "TARGET_EMPTY", "target",
-                     "target is empty, wanted host:port or a gRPC URI");
-  }
-  if (options.max_attempts < 1 || options.max_attempts > 5) {
-    return MakeError(absl::StatusCode::kInvalidArgument, "MAX_ATTEMPTS", "max_attempts",
-                     absl::StrCat("max_attempts is ", options.max_attempts, ", wanted 1 to 5"));
-  }
-  grpc::ChannelArguments arguments;
-  if (options.max_attempts > 1) {
-    arguments.SetServiceConfigJSON(RetryConfig(options.max_attempts));
-  }
-  arguments.SetLoadBalancingPolicyName("round_robin");
-  arguments.SetMaxReceiveMessageSize(options.max_receive_message_bytes);
-  arguments.SetInt("grpc.per_rpc_retry_buffer_size", static_cast<int>(options.retry_buffer_bytes));
-  // A server that starts is found within seconds; gRPC would wait for up to two minutes.
-  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 200);
-  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2000);
-  auto credentials = options.credentials ? options.credentials : grpc::InsecureChannelCredentials();
-  auto channel = grpc::CreateCustomChannel(TargetUri(options.target), credentials, arguments);
-  return std::make_unique<GrpcClient>(std::move(channel), options.max_snapshot_bytes);
+  absl::StatusOr<std::shared_ptr<grpc::Channel>> channel = MakeChannel(options);
+  if (!channel.ok()) return channel.status();
+  return std::make_unique<GrpcClient>(*std::move(channel), options);
 }
 
 absl::StatusOr<v1::ModelInfo> Client::WaitUntilReady(absl::Duration limit,

@@ -2,10 +2,10 @@
 #ifndef SPARSEGDN_CLIENT_SRC_METADATA_CHECKSUM_H_
 #define SPARSEGDN_CLIENT_SRC_METADATA_CHECKSUM_H_
 
-#include <xxhash.h>
-
 #include <string>
 #include <vector>
+
+#include "src/xxh.h"
 
 namespace sparsegdn::client {
 

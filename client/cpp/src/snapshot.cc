@@ -1,13 +1,12 @@
 #include "sparsegdn/client/snapshot.h"
 
-#include <xxhash.h>
-
 #include <new>
 #include <unordered_set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "src/errors.h"
+#include "src/xxh.h"
 
 namespace sparsegdn::client {
 namespace {
@@ -121,11 +120,21 @@ absl::StatusOr<Buffer> Buffer::Allocate(uint64_t size) {
                      absl::StrCat("a tensor of ", size, " bytes cannot be held in memory"));
   }
   // At least one byte, so that data() is never null.
-  buffer.data_.reset(new (std::nothrow) uint8_t[size == 0 ? 1 : size]);
-  if (buffer.data_ == nullptr) {
+  buffer.heap_.reset(new (std::nothrow) uint8_t[size == 0 ? 1 : size]);
+  buffer.view_ = buffer.heap_.get();
+  if (buffer.heap_ == nullptr) {
     return MakeError(absl::StatusCode::kResourceExhausted, "SNAPSHOT_TOO_LARGE", "bytes",
                      absl::StrCat("out of memory for a tensor of ", size, " bytes"));
   }
+  return buffer;
+}
+
+Buffer Buffer::Of(std::shared_ptr<const SharedMapping> mapping, const uint8_t* data,
+                  uint64_t size) {
+  Buffer buffer;
+  buffer.mapping_ = std::move(mapping);
+  buffer.view_ = data;
+  buffer.size_ = size;
   return buffer;
 }
 

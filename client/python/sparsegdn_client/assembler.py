@@ -9,15 +9,16 @@ import numpy as np
 
 from sparsegdn_client._stubs import xxh3_64
 from sparsegdn_client.errors import IntegrityError, PrefillError
+from sparsegdn_client.shared import map_tensors
 from sparsegdn_client.snapshot import STORAGE, Snapshot, TensorInfo, check_manifest
 
 
 class _Part:
     """One tensor's bytes and the ranges of them that have come."""
 
-    def __init__(self, info: TensorInfo) -> None:
+    def __init__(self, info: TensorInfo, shared: np.ndarray | None = None) -> None:
         self.info = info
-        self.data = np.empty(info.bytes, np.uint8)
+        self.data = np.empty(info.bytes, np.uint8) if shared is None else shared
         self.view = memoryview(self.data)
         self.begins: list[int] = []  # received [begin, end), sorted, merged
         self.ends: list[int] = []
@@ -57,18 +58,27 @@ class Assembler:
         self._max_bytes = max_bytes
         self._manifest: Any = None
         self._parts: list[_Part] = []
+        self._shared = False
         self.bytes_done = 0
         self.bytes_total = 0
 
-    def set_manifest(self, manifest: Any) -> None:
+    def set_manifest(self, manifest: Any, *, allow_shared: bool = False) -> None:
+        """A manifest with shared_memory is refused unless `allow_shared`: it was not asked for."""
         if self._manifest is not None:
             raise IntegrityError("MANIFEST_REPEATED", "a second manifest came", field="manifest")
         infos = [TensorInfo.from_proto(tensor) for tensor in manifest.tensors]
         check_manifest(
             manifest.format_version, manifest.position, infos, manifest.total_bytes, self._max_bytes
         )
+        self._shared = manifest.HasField("shared_memory")
+        if self._shared and not allow_shared:
+            raise IntegrityError("MANIFEST_INVALID", "shared_memory was not asked for",
+                                 field="shared_memory")
         try:
-            self._parts = [_Part(info) for info in infos]
+            if self._shared:
+                self._parts = [_Part(*pair) for pair in zip(infos, map_tensors(manifest))]
+            else:
+                self._parts = [_Part(info) for info in infos]
         except MemoryError:
             raise PrefillError(
                 "RESOURCE_EXHAUSTED",
@@ -80,6 +90,13 @@ class Assembler:
 
     def add(self, chunk: Any) -> None:
         """Chunks come in any order, tensors mixed; an empty one is legal and carries nothing."""
+        self._take(chunk, len(chunk.data), chunk.data)
+
+    def add_shared(self, chunk: Any) -> None:
+        """The same, of a SharedChunk: its bytes are in their place already."""
+        self._take(chunk, chunk.bytes, None)
+
+    def _take(self, chunk: Any, size: int, data: bytes | None) -> None:
         if self._manifest is None:
             raise IntegrityError("MANIFEST_MISSING", "a chunk came before the manifest")
         if chunk.tensor >= len(self._parts):
@@ -87,26 +104,33 @@ class Assembler:
                 "CHUNK_TENSOR_UNKNOWN",
                 f"chunk.tensor = {chunk.tensor}, the manifest has {len(self._parts)} tensors",
             )
-        part, data, begin = self._parts[chunk.tensor], chunk.data, chunk.byte_offset
-        end = begin + len(data)
+        part, begin = self._parts[chunk.tensor], chunk.byte_offset
+        if self._shared != (data is None):
+            raise IntegrityError(
+                "CHUNK_NOT_SHARED",
+                f"chunk of {part.info.name}: its bytes must be in "
+                f"{'shared memory' if self._shared else 'the message'}",
+            )
+        end = begin + size
         if end > part.info.bytes:
             raise IntegrityError(
                 "CHUNK_OUT_OF_BOUNDS",
-                f"chunk of {part.info.name}: offset {begin} + {len(data)} bytes, "
+                f"chunk of {part.info.name}: offset {begin} + {size} bytes, "
                 f"the tensor has {part.info.bytes}",
             )
-        if xxh3_64(data) != chunk.xxh3_64:
+        if xxh3_64(part.view[begin:end] if data is None else data) != chunk.xxh3_64:
             raise IntegrityError(
                 "CHUNK_HASH", f"chunk of {part.info.name} at {begin} does not match its XXH3-64"
             )
-        if not data:
+        if not size:
             return
         if not part.insert(begin, end):
             raise IntegrityError(
                 "CHUNK_OVERLAP", f"chunk of {part.info.name} at {begin} repeats bytes"
             )
-        part.view[begin:end] = data
-        self.bytes_done += len(data)
+        if data is not None:
+            part.view[begin:end] = data
+        self.bytes_done += size
 
     def finish(self, digest: int) -> Snapshot:
         """The snapshot, once every byte is there and the digest over whole tensors agrees."""

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Callable, Iterator, Literal, Sequence
 
@@ -17,6 +18,13 @@ from sparsegdn_client._stubs import SERVICE, xxh3_64
 from sparsegdn_client._stubs import prefill_pb2 as pb
 from sparsegdn_client.assembler import Assembler
 from sparsegdn_client.errors import IntegrityError, PrefillError, from_rpc_error
+from sparsegdn_client.security import (
+    check_token_may_travel,
+    explain_tls,
+    read_token,
+    tls_credentials,
+)
+from sparsegdn_client.shared import UNAVAILABLE as SHARED_MEMORY_UNAVAILABLE
 from sparsegdn_client.snapshot import FORMAT_VERSION, Snapshot, digest_of
 from sparsegdn_client.types import (
     Budget,
@@ -92,8 +100,11 @@ def _token_list(token_ids: Sequence[int] | npt.NDArray[Any]) -> list[int]:
 class _PrefillStream:
     """The events of one Prefill call, in the order the contract allows."""
 
-    def __init__(self, max_bytes: int, report: Callable[[Progress], None] | None) -> None:
+    def __init__(
+        self, max_bytes: int, report: Callable[[Progress], None] | None, allow_shared: bool = False
+    ) -> None:
         self._assembler = Assembler(max_bytes)
+        self._allow_shared = allow_shared
         self._report = report
         self._progress = Progress()
         self._result: Any = None
@@ -118,11 +129,19 @@ class _PrefillStream:
                 tokens_total=response.progress.tokens_total,
             )
         elif kind == "manifest":
-            self._assembler.set_manifest(response.manifest)
+            self._assembler.set_manifest(
+                response.manifest, allow_shared=self._allow_shared
+            )
         elif kind == "chunk":
             if self._first_chunk is None:
                 self._first_chunk = time.monotonic() - self._start
             self._assembler.add(response.chunk)
+            p = replace(p, stage="streaming")
+        elif kind == "shared_chunks":
+            if self._first_chunk is None:
+                self._first_chunk = time.monotonic() - self._start
+            for chunk in response.shared_chunks.chunks:
+                self._assembler.add_shared(chunk)
             p = replace(p, stage="streaming")
         elif kind == "result":
             self._result = response.result
@@ -167,7 +186,15 @@ class PrefillClient:
 
     Args:
         target: "host:port" (resolved as dns:///, round robin over its addresses) or a gRPC URI.
-        credentials: a grpc.ChannelCredentials; None for plain text.
+        credentials: a grpc.ChannelCredentials; wins over the tls_ arguments.
+        tls: use TLS, with the system's authorities unless tls_ca names a PEM file of others.
+        tls_cert, tls_key: PEM files of this client, for servers that ask for a certificate.
+        tls_server_name: the name in the server's certificate, where it is not the target's.
+        token_file: holds the bearer token that every call brings; read for each call, so that a
+            rotated token is taken at once. Refused for plain text to another machine unless
+            allow_plain_text_token.
+        shared_memory: on a unix: target, take tensors through shared memory and use them where
+            they are; a server without room, or whose memory this process cannot see, streams.
         max_snapshot_bytes: bound on what a manifest may claim.
         max_attempts: prefill, import_snapshot and release: a call that ends with UNAVAILABLE
             before its first answer (connection failed, server loading or draining) is sent again
@@ -181,6 +208,14 @@ class PrefillClient:
         target: str,
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        tls: bool = False,
+        tls_ca: str | Path | None = None,
+        tls_cert: str | Path | None = None,
+        tls_key: str | Path | None = None,
+        tls_server_name: str = "",
+        token_file: str | Path | None = None,
+        allow_plain_text_token: bool = False,
+        shared_memory: bool = False,
         max_receive_message_bytes: int = 64 << 20,
         retry_buffer_bytes: int = 64 << 20,
         max_snapshot_bytes: int = 64 << 30,
@@ -200,6 +235,16 @@ class PrefillClient:
         ]
         if max_attempts > 1:
             options.append(("grpc.service_config", _retry_config(max_attempts)))
+        if tls_server_name:
+            options.append(("grpc.ssl_target_name_override", tls_server_name))
+        if credentials is None and (tls or tls_ca or tls_cert or tls_key):
+            credentials = tls_credentials(tls_ca, tls_cert, tls_key)
+        self._uses_tls = credentials is not None
+        self._token_file = token_file
+        if token_file is not None:
+            check_token_may_travel(target, self._uses_tls, allow_plain_text_token)
+            read_token(token_file)
+        self._ask_shared = shared_memory
         uri = _target_uri(target)
         self._channel = (
             grpc.insecure_channel(uri, options)
@@ -291,8 +336,25 @@ class PrefillClient:
         if keep:
             request.keep_snapshot.ttl_seconds = ttl_seconds
             request.keep_snapshot.SetInParent()
-        stream = _PrefillStream(self._max_snapshot_bytes, progress)
-        call = self._prefill(request, timeout=timeout)
+        if self._ask_shared:
+            request.shared_memory = True
+            try:
+                return self._prefill_once(request, timeout, progress, cancellation)
+            except PrefillError as error:
+                if error.reason != SHARED_MEMORY_UNAVAILABLE:
+                    raise
+            self._ask_shared = request.shared_memory = False
+        return self._prefill_once(request, timeout, progress, cancellation)
+
+    def _prefill_once(
+        self,
+        request: Any,
+        timeout: float | None,
+        progress: Callable[[Progress], None] | None,
+        cancellation: Cancellation | None,
+    ) -> PrefillResult:
+        stream = _PrefillStream(self._max_snapshot_bytes, progress, request.shared_memory)
+        call = self._prefill(request, timeout=timeout, metadata=self._metadata())
 
         def consume() -> None:
             for event in _events(call):
@@ -300,6 +362,11 @@ class PrefillClient:
 
         self._run(call, cancellation, consume)
         return stream.finish()
+
+    def _metadata(self) -> list[tuple[str, str]] | None:
+        if self._token_file is None:
+            return None
+        return [("authorization", f"Bearer {read_token(self._token_file)}")]
 
     def import_snapshot(
         self,
@@ -312,7 +379,9 @@ class PrefillClient:
     ) -> SnapshotRef:
         """Uploads the importable tensors, so that `prefill` can resume from the returned id."""
         call = self._import.future(
-            _import_frames(snapshot, ttl_seconds, tenant), timeout=timeout
+            _import_frames(snapshot, ttl_seconds, tenant),
+            timeout=timeout,
+            metadata=self._metadata(),
         )
         ref = self._run(call, cancellation, call.result)
         return SnapshotRef(ref.snapshot_id, ref.position, ref.bytes, ref.ttl_seconds)
@@ -320,12 +389,14 @@ class PrefillClient:
     def release(self, snapshot_id: str, *, tenant: str = "", timeout: float | None = None) -> None:
         """Drops a kept snapshot. PrefillError NOT_FOUND when the server does not hold it."""
         request = pb.ReleaseSnapshotRequest(snapshot_id=snapshot_id, tenant=tenant)
-        call = self._release.future(request, timeout=timeout)
+        call = self._release.future(request, timeout=timeout, metadata=self._metadata())
         self._run(call, None, call.result)
 
     def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """Identity, shapes and limits. PrefillError UNAVAILABLE while the server loads."""
-        call = self._info.future(pb.GetModelInfoRequest(), timeout=timeout)
+        call = self._info.future(
+            pb.GetModelInfoRequest(), timeout=timeout, metadata=self._metadata()
+        )
         return ModelInfo.from_proto(self._run(call, None, call.result))
 
     def wait_until_ready(self, timeout: float) -> ModelInfo:
@@ -340,8 +411,7 @@ class PrefillClient:
                     raise
             time.sleep(0.1)
 
-    @staticmethod
-    def _run(call: Any, cancellation: Cancellation | None, work: Callable[[], Any]) -> Any:
+    def _run(self, call: Any, cancellation: Cancellation | None, work: Callable[[], Any]) -> Any:
         """`work` under the cancellation; the call is cancelled whenever it does not succeed."""
         if cancellation is not None:
             cancellation._add(call)
@@ -350,7 +420,7 @@ class PrefillClient:
         except grpc.FutureCancelledError:
             raise PrefillError("CANCELLED", "cancelled by this process") from None
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise explain_tls(from_rpc_error(error), self._uses_tls) from None
         except BaseException:
             call.cancel()  # the server must not go on for a caller that has given up
             raise

@@ -44,10 +44,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- add .Values.drain.preStopSeconds (include "sparsegdn.drainSeconds" . | int) .Values.drain.exitSeconds -}}
 {{- end -}}
 
+{{- define "sparsegdn.listen" -}}
+0.0.0.0:{{ .Values.ports.grpc }}
+{{- if .Values.unixSocket.enabled }},unix:{{ .Values.unixSocket.mountPath }}/grpc.sock{{ end }}
+{{- end -}}
+
 {{- /* What the chart knows wins over .Values.config, which the schema keeps from naming it. */ -}}
 {{- define "sparsegdn.config" -}}
 {{- $own := dict
-  "listen" (printf "0.0.0.0:%d" (int .Values.ports.grpc))
+  "listen" (include "sparsegdn.listen" .)
   "metrics_listen" (printf "0.0.0.0:%d" (int .Values.ports.http))
   "drain_seconds" (include "sparsegdn.drainSeconds" . | int)
   "model" (dict "dir" (include "sparsegdn.modelDir" .)
@@ -58,6 +63,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $_ := set $tls "client_ca" "/etc/sparsegdn/client-ca/ca.crt" -}}
 {{- end -}}
 {{- $_ := set $own "tls" $tls -}}
+{{- end -}}
+{{- if .Values.auth.tokensSecretName -}}
+{{- $_ := set $own "auth" (dict "tokens" "/etc/sparsegdn/auth/tokens") -}}
 {{- end -}}
 {{- mergeOverwrite (deepCopy .Values.config) $own | toPrettyJson -}}
 {{- end -}}

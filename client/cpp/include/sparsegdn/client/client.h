@@ -30,10 +30,29 @@ class ClientContext;
 
 namespace sparsegdn::client {
 
+// Files are PEM. They are looked at again every ten seconds, so a rotated certificate is taken
+// without a restart (by new connections).
+struct TlsOptions {
+  bool on = false;             // also without any file: the system's authorities
+  std::string ca_file = {};    // authorities that may have signed the server's certificate
+  std::string cert_file = {};  // this client's, for servers that ask for one; needs ca_file
+  std::string key_file = {};
+  std::string server_name = {};  // the certificate's name, where it is not the target's
+  bool enabled() const { return on || !ca_file.empty() || !cert_file.empty(); }
+};
+
 struct ConnectOptions {
   // "host:port" (resolved as dns:///host:port, so that every address is used) or any gRPC URI.
   std::string target = {};
-  std::shared_ptr<grpc::ChannelCredentials> credentials = nullptr;  // null: plain text
+  std::shared_ptr<grpc::ChannelCredentials> credentials = nullptr;  // wins over `tls`
+  TlsOptions tls = {};
+  // Holds the bearer token that each call brings; read for each call. Empty: none. Refused for
+  // plain text to another machine unless allow_plain_text_token.
+  std::string token_file = {};
+  bool allow_plain_text_token = false;
+  // Ask for same-host hand-off: on a unix: target the tensors come in shared memory and are used
+  // where they are. A server that has no room, or whose memory this process cannot see, streams.
+  bool shared_memory = false;
   int max_receive_message_bytes = 64 << 20;
   // Prefill, ImportSnapshot and Release: a call that ends with UNAVAILABLE before its first answer
   // (connection failed, server loading or draining) is sent again after 0.1 to 1 s, up to this many
@@ -90,7 +109,8 @@ struct PrefillOutcome {
 // Thread-safe; calls may run concurrently and block their caller.
 class Client {
  public:
-  // INVALID_ARGUMENT for an empty target. Does not wait for the server.
+  // INVALID_ARGUMENT for an empty target or options that contradict each other, FILE_IO for a
+  // certificate or token file that cannot be read. Does not wait for the server.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(const ConnectOptions& options);
   virtual ~Client() = default;
 

@@ -27,20 +27,29 @@ uint64_t DTypeBytes(v1::DType dtype);
 // (SNAPSHOT_TOO_LARGE) when total_bytes > max_bytes.
 absl::Status ValidateManifest(const v1::Manifest& manifest, uint64_t max_bytes);
 
-// Uninitialised bytes on the heap, owned. Move-only.
+class SharedMapping;
+
+// Bytes of one tensor: uninitialised on the heap, or a part of a read-only shared mapping, which it
+// keeps mapped. Move-only.
 class Buffer {
  public:
   Buffer() = default;
   // RESOURCE_EXHAUSTED when the memory cannot be had, or size > kMaxTensorBytes.
   static absl::StatusOr<Buffer> Allocate(uint64_t size);
 
-  uint8_t* data() { return data_.get(); }
-  const uint8_t* data() const { return data_.get(); }
+  static Buffer Of(std::shared_ptr<const SharedMapping> mapping, const uint8_t* data,
+                   uint64_t size);
+
+  // Null for a part of a mapping: nobody writes there.
+  uint8_t* data() { return heap_.get(); }
+  const uint8_t* data() const { return view_; }
   uint64_t size() const { return size_; }
-  absl::Span<const uint8_t> span() const { return {data_.get(), static_cast<size_t>(size_)}; }
+  absl::Span<const uint8_t> span() const { return {view_, static_cast<size_t>(size_)}; }
 
  private:
-  std::unique_ptr<uint8_t[]> data_;
+  std::unique_ptr<uint8_t[]> heap_;
+  std::shared_ptr<const SharedMapping> mapping_;
+  const uint8_t* view_ = nullptr;
   uint64_t size_ = 0;
 };
 

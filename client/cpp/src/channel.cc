@@ -1,0 +1,161 @@
+#include "src/channel.h"
+
+#include <grpcpp/security/tls_certificate_provider.h>
+#include <grpcpp/security/tls_credentials_options.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <fstream>
+#include <sstream>
+#include <string_view>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "src/errors.h"
+
+namespace sparsegdn::client {
+namespace {
+
+constexpr unsigned kRefreshSeconds = 10;
+constexpr size_t kMaxTokenBytes = 512;
+
+absl::Status Wrong(const std::string& field, const std::string& message) {
+  return MakeError(absl::StatusCode::kInvalidArgument, "BAD_OPTION", field, message);
+}
+
+// A bare host:port would be resolved the same way, but by gRPC's default, which has changed.
+std::string TargetUri(const std::string& target) {
+  const bool has_scheme = target.find("://") != std::string::npos ||
+                          absl::StartsWith(target, "unix:") || absl::StartsWith(target, "dns:") ||
+                          absl::StartsWith(target, "ipv4:") || absl::StartsWith(target, "ipv6:");
+  return has_scheme ? target : absl::StrCat("dns:///", target);
+}
+
+// Whether what is sent stays on this machine.
+bool IsLocal(const std::string& target) {
+  std::string rest = target;
+  for (const char* scheme : {"dns:///", "dns:", "ipv4:", "ipv6:"}) {
+    if (absl::StartsWith(rest, scheme)) rest = rest.substr(std::string(scheme).size());
+  }
+  return absl::StartsWith(target, "unix:") || absl::StartsWith(rest, "localhost:") ||
+         rest == "localhost" || absl::StartsWith(rest, "127.") || absl::StartsWith(rest, "[::1]");
+}
+
+absl::Status CheckReadable(const std::string& path) {
+  if (path.empty() || access(path.c_str(), R_OK) == 0) return absl::OkStatus();
+  return FileError("read", path, errno);
+}
+
+// GetModelInfo is left out: WaitUntilReady asks again by itself.
+std::string RetryConfig(int max_attempts) {
+  return absl::StrFormat(
+      R"({"methodConfig": [{"name": [
+          {"service": "sparsegdn.v1.PrefillService", "method": "Prefill"},
+          {"service": "sparsegdn.v1.PrefillService", "method": "ImportSnapshot"},
+          {"service": "sparsegdn.v1.PrefillService", "method": "ReleaseSnapshot"}],
+        "retryPolicy": {"maxAttempts": %d, "initialBackoff": "0.1s", "maxBackoff": "1s",
+          "backoffMultiplier": 3, "retryableStatusCodes": ["UNAVAILABLE"]}}]})",
+      max_attempts);
+}
+
+absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> Credentials(
+    const ConnectOptions& options) {
+  if (options.credentials != nullptr) return options.credentials;
+  if (!options.tls.enabled()) return grpc::InsecureChannelCredentials();
+  const TlsOptions& tls = options.tls;
+  if (tls.cert_file.empty() != tls.key_file.empty()) {
+    return Wrong("tls", "a client certificate and its key must be given together");
+  }
+  for (const std::string* path : {&tls.ca_file, &tls.cert_file, &tls.key_file}) {
+    if (absl::Status status = CheckReadable(*path); !status.ok()) return status;
+  }
+  if (tls.ca_file.empty() && tls.cert_file.empty()) return grpc::SslCredentials({});
+  // The files are looked at again every few seconds: a worker outlives its certificate.
+  using grpc::experimental::FileWatcherCertificateProvider;
+  grpc::experimental::TlsChannelCredentialsOptions watched;
+  watched.set_certificate_provider(std::make_shared<FileWatcherCertificateProvider>(
+      tls.key_file, tls.cert_file, tls.ca_file, kRefreshSeconds));
+  if (!tls.ca_file.empty()) watched.watch_root_certs();
+  if (!tls.cert_file.empty()) watched.watch_identity_key_cert_pairs();
+  return grpc::experimental::TlsCredentials(watched);
+}
+
+absl::Status CheckOptions(const ConnectOptions& options) {
+  if (options.target.empty()) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "TARGET_EMPTY", "target",
+                     "target is empty, wanted host:port or a gRPC URI");
+  }
+  if (options.max_attempts < 1 || options.max_attempts > 5) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "MAX_ATTEMPTS", "max_attempts",
+                     absl::StrCat("max_attempts is ", options.max_attempts, ", wanted 1 to 5"));
+  }
+  if (options.token_file.empty()) return absl::OkStatus();
+  const bool safe = options.credentials != nullptr || options.tls.enabled() ||
+                    options.allow_plain_text_token || IsLocal(options.target);
+  if (!safe) {
+    return Wrong("token_file",
+                 absl::StrCat("a bearer token would travel in clear text to ", options.target,
+                              ": turn on TLS, or allow it in so many words"));
+  }
+  return ReadToken(options.token_file).status();
+}
+
+}  // namespace
+
+absl::StatusOr<std::string> ReadToken(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return FileError("read", path, errno);
+  std::string text(kMaxTokenBytes + 256, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(static_cast<size_t>(file.gcount()));
+  const std::string token(absl::StripAsciiWhitespace(text));
+  for (const char c : token) {
+    if (c < 0x21 || c > 0x7e) {
+      return MakeError(absl::StatusCode::kInvalidArgument, "TOKEN_FILE", "token_file",
+                       absl::StrCat(path, ": wanted one token of printable characters"));
+    }
+  }
+  if (token.empty() || token.size() > kMaxTokenBytes) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "TOKEN_FILE", "token_file",
+                     absl::StrCat(path, ": wanted one token of 1 .. ", kMaxTokenBytes, " bytes"));
+  }
+  return token;
+}
+
+absl::Status ExplainTls(absl::Status status, bool uses_tls) {
+  if (!uses_tls || status.code() != absl::StatusCode::kUnavailable) return status;
+  const std::string message(status.message());
+  for (const char* sign : {"SSL_ERROR", "handshake", "CERTIFICATE", "certificate", "ertificate"}) {
+    if (message.find(sign) == std::string::npos) continue;
+    return MakeError(absl::StatusCode::kUnauthenticated, "TLS_HANDSHAKE", "",
+                     absl::StrCat("the TLS handshake failed: one side does not accept the other's "
+                                  "certificate, or has none: ",
+                                  message));
+  }
+  return status;
+}
+
+absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const ConnectOptions& options) {
+  if (absl::Status status = CheckOptions(options); !status.ok()) return status;
+  absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> credentials = Credentials(options);
+  if (!credentials.ok()) return credentials.status();
+  grpc::ChannelArguments arguments;
+  if (options.max_attempts > 1) {
+    arguments.SetServiceConfigJSON(RetryConfig(options.max_attempts));
+  }
+  arguments.SetLoadBalancingPolicyName("round_robin");
+  arguments.SetMaxReceiveMessageSize(options.max_receive_message_bytes);
+  arguments.SetInt("grpc.per_rpc_retry_buffer_size", static_cast<int>(options.retry_buffer_bytes));
+  // A server that starts is found within seconds; gRPC would wait for up to two minutes.
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 200);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2000);
+  if (!options.tls.server_name.empty()) {
+    arguments.SetSslTargetNameOverride(options.tls.server_name);
+  }
+  return grpc::CreateCustomChannel(TargetUri(options.target), *credentials, arguments);
+}
+
+}  // namespace sparsegdn::client
