@@ -42,6 +42,7 @@ struct ServerConfig {
   std::string unix_socket_mode = "0600";
   int64_t shared_memory_bytes = int64_t{4} << 30;  // of live segments; 0: none is offered
   int64_t shared_memory_linger_seconds = 10;
+  std::string shared_memory_folder = "/dev/shm";  // no option: shm_open knows no other
 
   std::string default_budget;  // empty: what the shares below imply, else retention
   std::optional<double> default_retention, default_coverage;

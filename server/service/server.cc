@@ -106,7 +106,8 @@ class ServerImpl final : public Server {
         limits_(ToEngineLimits(config)),
         calls_([this] { return StallTimeout(); }),
         segments_(static_cast<uint64_t>(config.shared_memory_bytes),
-                  std::chrono::seconds(config.shared_memory_linger_seconds)) {}
+                  std::chrono::seconds(config.shared_memory_linger_seconds),
+                  config.shared_memory_folder) {}
   ~ServerImpl() override { Shutdown(nanoseconds(0)); }
 
   absl::Status Listen();

@@ -34,8 +34,9 @@ int HexValue(char c) {
 }
 
 std::string_view Trim(std::string_view text) {
-  while (!text.empty() && std::strchr(" \t\r", text.front()) != nullptr) text.remove_prefix(1);
-  while (!text.empty() && std::strchr(" \t\r", text.back()) != nullptr) text.remove_suffix(1);
+  const auto is_space = [](char c) { return c == ' ' || c == '\t' || c == '\r'; };
+  while (!text.empty() && is_space(text.front())) text.remove_prefix(1);
+  while (!text.empty() && is_space(text.back())) text.remove_suffix(1);
   return text;
 }
 

@@ -26,6 +26,7 @@ from sparsegdn.v1 import prefill_pb2_grpc
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "tests/data/models"
 BINARY = os.environ["FAULT_SERVER_BINARY"]
+CODE_DIR = Path(__file__).resolve().parent
 OPTIONS = [("grpc.max_receive_message_length", 16 << 20), ("grpc.max_send_message_length", 16 << 20)]
 
 
@@ -112,7 +113,8 @@ def prompt(tokens: int, seed: int = 0, **fields) -> pb.PrefillRequest:
 class Server:
     """A child process; a context manager that leaves nothing behind."""
 
-    def __init__(self, *flags: str, model: str | Path = "tiny-hybrid", ready: bool = True) -> None:
+    def __init__(self, *flags: str, model: str | Path = "tiny-hybrid", ready: bool = True,
+                 command: list[str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self.folder = Path(self._folder.name)
         if isinstance(model, Path):
@@ -124,8 +126,9 @@ class Server:
         self.log_file = self.folder / "log"
         with open(self.log_file, "wb") as log:
             self.process = subprocess.Popen(
-                [BINARY, "--model", self.model, "--backend", "cpu", "--listen", "127.0.0.1:0",
-                 "--metrics-listen", "127.0.0.1:0", "--port-file", ports, *map(str, flags)],
+                [*(command or [BINARY]), "--model", self.model, "--backend", "cpu",
+                 "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0",
+                 "--port-file", ports, *map(str, flags)],
                 stdout=subprocess.DEVNULL, stderr=log, env=clean_environment())
         try:
             if not eventually(lambda: ports.exists() or self.process.poll() is not None):

@@ -15,6 +15,7 @@ import unittest
 from pathlib import Path
 
 import grpc
+from authority import Authority
 from harness import (BINARY, MODELS, Details, Server, clean_environment, eventually, prompt,
                      run_to_exit)
 from sparsegdn.v1 import prefill_pb2 as pb
@@ -215,34 +216,6 @@ class BeforeTheModelIsLoaded(unittest.TestCase):
             start = time.monotonic()
             self.assertEqual(server.stop(signal.SIGTERM), 0)
             self.assertLess(time.monotonic() - start, 3)
-
-
-class Authority:
-    """A certificate authority in a folder, and what it signs, all made with openssl."""
-
-    EC = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
-        self.run("req", "-x509", *self.EC, "-days", "2", "-subj", "/CN=test authority",
-                 "-keyout", "ca.key", "-out", "ca.pem")
-
-    def run(self, *args: str) -> None:
-        subprocess.run(["openssl", *args], check=True, capture_output=True, cwd=self.folder)
-
-    def sign(self, name: str, subject: str, alternative: str = "") -> tuple[bytes, bytes]:
-        """(key, certificate); also as files NAME.key and NAME.pem."""
-        self.run("req", *self.EC, "-subj", subject, "-keyout", f"{name}.key",
-                 "-out", f"{name}.csr")
-        extensions = self.folder / f"{name}.ext"
-        extensions.write_text(f"subjectAltName={alternative}\n" if alternative else "")
-        self.run("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
-                 "-CAcreateserial", "-days", "2", "-extfile", extensions.name,
-                 "-out", f"{name}.pem")
-        return self.path(f"{name}.key").read_bytes(), self.path(f"{name}.pem").read_bytes()
-
-    def path(self, name: str) -> Path:
-        return self.folder / name
 
 
 class Tls(unittest.TestCase):

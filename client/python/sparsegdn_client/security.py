@@ -10,7 +10,7 @@ from sparsegdn_client.errors import PrefillError
 
 _MAX_TOKEN_BYTES = 512
 _LOCAL = ("unix:", "localhost:", "127.", "[::1]")
-_TLS_SIGNS = ("SSL_ERROR", "handshake", "CERTIFICATE", "ertificate")
+_TLS_SIGNS = ("SSL_ERROR", "andshake", "ertificate")
 
 
 def read_token(path: str | Path) -> str:
@@ -47,8 +47,12 @@ def tls_credentials(
 
 def explain_tls(error: PrefillError, uses_tls: bool) -> PrefillError:
     """UNAUTHENTICATED where gRPC says UNAVAILABLE because certificates were refused."""
-    signs = any(sign in error.message for sign in _TLS_SIGNS)
-    if not (uses_tls and error.code == "UNAVAILABLE" and signs):
+    said = error.message
+    # In TLS 1.3 a server looks at the client's certificate after the client's part is done: all that
+    # the client sees of a refusal is a connection that closes before it was of any use.
+    closed_at_once = "last error" in said and ("Socket closed" in said or "reset by peer" in said)
+    refused = closed_at_once or any(sign in said for sign in _TLS_SIGNS)
+    if not (uses_tls and error.code == "UNAVAILABLE" and refused):
         return error
     return PrefillError(
         "UNAUTHENTICATED",

@@ -1,10 +1,16 @@
 // Goal: the assembler accepts exactly the streams that carry every byte once. Method: random cuts
 // and orders of a sound snapshot must all give the same bytes; random single faults must all fail.
+// The same of bytes in shared memory, and whatever a manifest may claim about it.
 #include "src/assembler.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <random>
 
 #include "fake_service.h"
@@ -137,6 +143,136 @@ TEST(AssemblerTest, ASnapshotLeavesOnce) {
   ASSERT_TRUE(assembler.SetManifest(manifest).ok());
   EXPECT_TRUE(assembler.Finish(DigestOf({})).ok());
   EXPECT_FALSE(assembler.Finish(DigestOf({})).ok());
+}
+
+// A segment as a server makes it, with the good bytes of every tensor, and its manifest.
+class Segment {
+ public:
+  explicit Segment(bool is_long_enough = true) : manifest_(GoodManifest()) {
+    v1::SharedMemory* shared = manifest_.mutable_shared_memory();
+    std::string bytes;
+    for (int i = 0; i < manifest_.tensors_size(); ++i) {
+      bytes.resize((bytes.size() + 63) / 64 * 64);
+      shared->add_tensor_offsets(bytes.size());
+      bytes += GoodBytes(manifest_, i);
+    }
+    char name[64];
+    std::snprintf(name, sizeof(name), "/sparsegdn-%032x", static_cast<unsigned>(getpid()));
+    shared->set_name(name);
+    shared->set_bytes(bytes.size());
+    fd_ = shm_open(name, O_RDWR | O_CREAT | O_TRUNC, 0600);
+    flock(fd_, LOCK_EX | LOCK_NB);  // a server that starts meanwhile sees no leftover
+    EXPECT_EQ(write(fd_, bytes.data(), bytes.size() - !is_long_enough),
+              static_cast<ssize_t>(bytes.size()) - !is_long_enough);
+  }
+  ~Segment() {
+    Unlink();
+    close(fd_);
+  }
+  void Unlink() { shm_unlink(manifest_.shared_memory().name().c_str()); }
+  void Flip(uint64_t at) {
+    const int fd = shm_open(manifest_.shared_memory().name().c_str(), O_RDWR, 0);
+    char byte = 0;
+    EXPECT_EQ(pread(fd, &byte, 1, static_cast<off_t>(at)), 1);
+    byte = static_cast<char>(byte ^ 4);
+    EXPECT_EQ(pwrite(fd, &byte, 1, static_cast<off_t>(at)), 1);
+    close(fd);
+  }
+  const v1::Manifest& manifest() const { return manifest_; }
+
+ private:
+  v1::Manifest manifest_;
+  int fd_ = -1;
+};
+
+v1::SharedChunk Shared(const v1::TensorChunk& chunk) {
+  v1::SharedChunk shared;
+  shared.set_tensor(chunk.tensor());
+  shared.set_byte_offset(chunk.byte_offset());
+  shared.set_bytes(chunk.data().size());
+  shared.set_xxh3_64(chunk.xxh3_64());
+  return shared;
+}
+
+TEST(SharedMemoryTest, EveryCutAndOrderGivesTheSameBytes) {
+  Segment segment;
+  std::mt19937 random(4);
+  for (int round = 0; round < 50; ++round) {
+    Assembler assembler(1 << 20);
+    ASSERT_TRUE(assembler.SetManifest(segment.manifest(), true).ok());
+    for (const v1::TensorChunk& chunk : RandomChunks(segment.manifest(), &random)) {
+      ASSERT_TRUE(assembler.Add(Shared(chunk)).ok());
+    }
+    if (round == 49) segment.Unlink();  // what is mapped stays
+    const auto snapshot = assembler.Finish(GoodDigest(segment.manifest()));
+    ASSERT_TRUE(snapshot.ok()) << snapshot.status();
+    for (int i = 0; i < snapshot->size(); ++i) {
+      const auto data = snapshot->data(i);
+      ASSERT_EQ(std::string(data.begin(), data.end()), GoodBytes(segment.manifest(), i));
+      ASSERT_EQ(reinterpret_cast<uintptr_t>(data.data()) % 64, 0u);
+    }
+  }
+}
+
+TEST(SharedMemoryTest, AFlippedByteIsSeen) {
+  Segment segment;
+  std::mt19937 random(5);
+  for (int i = 0; i < segment.manifest().tensors_size(); ++i) {
+    if (segment.manifest().tensors(i).bytes() == 0) continue;
+    const uint64_t at = segment.manifest().shared_memory().tensor_offsets(i);
+    segment.Flip(at);
+    Assembler assembler(1 << 20);
+    absl::Status status = assembler.SetManifest(segment.manifest(), true);
+    for (const v1::TensorChunk& chunk : RandomChunks(segment.manifest(), &random)) {
+      if (status.ok()) status = assembler.Add(Shared(chunk));
+    }
+    EXPECT_EQ(DetailsOf(status).reason, "CHUNK_HASH") << status;
+    segment.Flip(at);
+  }
+}
+
+TEST(SharedMemoryTest, WhatASegmentMayNotBe) {
+  Segment segment;
+  const auto refused = [&](const char* what, auto change, bool allow = true) {
+    v1::Manifest manifest = segment.manifest();
+    change(*manifest.mutable_shared_memory());
+    Assembler assembler(1 << 20);
+    const absl::Status status = assembler.SetManifest(manifest, allow);
+    EXPECT_TRUE(absl::IsDataLoss(status)) << what << ": " << status;
+    EXPECT_EQ(DetailsOf(status).reason, "MANIFEST_INVALID") << what;
+  };
+  using S = v1::SharedMemory;
+  refused(
+      "not asked for", [](S&) {}, false);
+  refused("no name", [](S& s) { s.clear_name(); });
+  refused("another name", [](S& s) { s.set_name("/etc-passwd"); });
+  refused("a path", [](S& s) { s.set_name("/sparsegdn-../../etc/passwd0000000000000"); });
+  refused("an offset too few", [](S& s) { s.mutable_tensor_offsets()->RemoveLast(); });
+  refused("an offset too many", [](S& s) { s.add_tensor_offsets(0); });
+  refused("not aligned", [](S& s) { s.set_tensor_offsets(0, 4); });
+  refused("overlap", [](S& s) { s.set_tensor_offsets(1, 0); });
+  refused("outside", [](S& s) { s.set_tensor_offsets(0, uint64_t{1} << 40); });
+  refused("overflow", [](S& s) { s.set_tensor_offsets(0, UINT64_MAX - 63); });
+  refused("smaller than its tensors", [](S& s) { s.set_bytes(1); });
+  refused("larger than the file", [](S& s) { s.set_bytes(s.bytes() + 4096); });
+  Segment cut(/*is_long_enough=*/false);
+  Assembler assembler(1 << 20);
+  EXPECT_TRUE(absl::IsDataLoss(assembler.SetManifest(cut.manifest(), true)));
+  cut.Unlink();
+  Assembler gone(1 << 20);
+  EXPECT_EQ(DetailsOf(gone.SetManifest(cut.manifest(), true)).reason, "SHARED_MEMORY_UNAVAILABLE");
+}
+
+TEST(SharedMemoryTest, ChunksComeTheWayTheManifestSays) {
+  std::mt19937 random(6);
+  Segment segment;
+  const v1::Manifest plain = GoodManifest();
+  const v1::TensorChunk chunk = RandomChunks(plain, &random).front();
+  Assembler streamed(1 << 20), shared(1 << 20);
+  ASSERT_TRUE(streamed.SetManifest(plain, true).ok());
+  EXPECT_EQ(DetailsOf(streamed.Add(Shared(chunk))).reason, "CHUNK_NOT_SHARED");
+  ASSERT_TRUE(shared.SetManifest(segment.manifest(), true).ok());
+  EXPECT_EQ(DetailsOf(shared.Add(chunk)).reason, "CHUNK_NOT_SHARED");
 }
 
 }  // namespace
