@@ -170,10 +170,12 @@ absl::StatusOr<std::unique_ptr<SharedSegment>> SegmentPool::Create(uint64_t byte
   return segment;
 }
 
-// A pool that is too small, or a full file system, has no spare: wanted again by the next call.
+// No spare while a call of its size would be refused for it, nor in a full file system: the next
+// call wants it again.
 void SegmentPool::MakeSpare(std::unique_lock<std::mutex>& lock) {
   const uint64_t bytes = spare_wanted_;
-  if (!ReserveLocked(bytes).ok()) {
+  const bool leaves_room = bytes <= max_bytes_ / 2 && live_bytes_ <= max_bytes_ - 2 * bytes;
+  if (!leaves_room || !ReserveLocked(bytes).ok()) {
     spare_wanted_ = 0;
     return;
   }
