@@ -90,7 +90,8 @@ TEST_F(SocketFileTest, BothListenersServeAndTheFileGoesWithTheServer) {
 TEST_F(SocketFileTest, AUnixSocketAlone) {
   ServerConfig config = LoopbackConfig();
   config.listen = "unix:" + path_;
-  Start(config);
+  server_ = Server::Start(config).value();  // the fixture's own channel is of TCP
+  server_->Serve(std::make_shared<FakeEngine>());
   EXPECT_EQ(server_->port(), 0);
   EXPECT_TRUE(InfoOver("unix:" + path_).ok());
 }
