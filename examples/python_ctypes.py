@@ -53,7 +53,10 @@ class Limits(C.Structure):
 
 
 class Gdn:
-    """A CPU backend. forward() takes float32 arrays [T, H, D] and returns (o, state, mask)."""
+    """A CPU backend. forward() takes float32 arrays [T, H, D] and returns (o, state, mask).
+
+    mask: uint8 [T, Hk], the events to keep; None lets the library select.
+    """
 
     def __init__(self, library, threads=0):
         self.lib = C.CDLL(library)
@@ -69,13 +72,13 @@ class Gdn:
         if code != 0:
             raise RuntimeError(self.lib.sparsegdn_last_error().decode())
 
-    def forward(self, q, k, v, log_gate, beta, mode, retention=0.29):
+    def forward(self, q, k, v, log_gate, beta, mode, retention=0.29, mask=None):
         tokens, num_k_heads, dim_k = k.shape
         num_v_heads, dim_v = v.shape[1:]
         shape = Shape(num_k_heads, num_v_heads, dim_k, dim_v)
         o = np.empty_like(v)
         state = np.empty((num_v_heads, dim_k, dim_v), np.float32)
-        mask = np.empty((tokens, num_k_heads), np.uint8)
+        given, mask = mask, np.empty((tokens, num_k_heads), np.uint8)
         cu_seqlens = np.array([0, tokens], np.int32)
 
         sequence = Sequence()
@@ -102,6 +105,9 @@ class Gdn:
             setattr(args, name, Tensor(x.ctypes.data, F32, 0, x.shape[1] * dim, dim))
         args.final_state, args.final_slots = state.ctypes.data, 1
         args.mask_out = mask.ctypes.data
+        if given is not None:
+            assert given.dtype == np.uint8 and given.shape == mask.shape
+            args.mask = given.ctypes.data
         args.workspace = (workspace.ctypes.data + 255) // 256 * 256
         args.workspace_bytes = need.value
         self.check(self.lib.sparsegdn_forward(self.backend, C.byref(args), None))

@@ -34,13 +34,13 @@ class _Transformers:
 
 
 class Bytes:
-    """UTF-8 bytes as ids: needs no package and no file."""
+    """UTF-8 bytes as ids: needs no package and no file. Ids above 255 decode to nothing."""
 
     def encode(self, text):
         return list(text.encode())
 
     def decode(self, ids):
-        return bytes(ids).decode(errors="replace")
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
 def missing():
