@@ -1,11 +1,11 @@
 # Image of sparsegdn-server.
-#   docker build -t sparsegdn-server .                                  CPU, Debian 12
-#   docker build --build-arg BACKEND=cuda -t sparsegdn-server:cuda .    CUDA 13, Ubuntu 24.04
+#   docker build -t sparsegdn-server:cuda .                        CUDA 13 runtime, Ubuntu 24.04
+#   docker build --build-arg BACKEND=cpu -t sparsegdn-server .     CPU, Debian 12
 # Serve a model folder:
 #   docker run --read-only -p 8500:8500 -p 9500:9500 -v DIR:/model:ro sparsegdn-server
 # Runs under any UID and writes nothing but what it is told to. SIGTERM drains: give `docker stop`
 # a time above --drain-seconds.
-ARG BACKEND=cpu
+ARG BACKEND=cuda
 ARG CUDA_VERSION=13.0.1
 
 FROM debian:bookworm-slim AS build-cpu

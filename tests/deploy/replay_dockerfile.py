@@ -24,6 +24,7 @@ import time
 import deploy_lib as lib
 
 BASE_IMAGE = "debian:bookworm-slim"
+BUILD_ARGS = {"BACKEND": "cpu"}  # as --build-arg
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 KNOWN = {"ARG", "FROM", "SHELL", "WORKDIR", "RUN", "COPY", "USER", "EXPOSE", "STOPSIGNAL",
          "HEALTHCHECK", "ENTRYPOINT", "CMD"}
@@ -83,7 +84,7 @@ class Replay:
     def arg(self, argument):
         name, _, value = argument.partition("=")
         if self.current is None:
-            self.globals[name] = value
+            self.globals[name] = BUILD_ARGS.get(name, value)
         else:
             self.current.args[name] = self.globals[name]
 
