@@ -99,6 +99,8 @@ FlagGroup CallFlags() {
            {"first-position", "N", "With --resume-from: its position, checked by the server."},
            {"keep", "", "The server keeps the snapshot and the result names it."},
            {"ttl", "SECONDS", "With --keep: for how long (default: the server's)."},
+           {"pin", "", "With --keep: never evicted for room before its time."},
+           {"no-prefix-reuse", "", "Neither start from stored prefixes nor leave any."},
            {"priority", "N", "-8 to 8; higher runs sooner."},
            {"request-id", "TEXT", "A label for the server's log."},
            {"expect-model", "IDENTITY", "Fail unless the server runs this model (see info)."}}};
@@ -154,6 +156,9 @@ absl::Status ApplyCall(const Args& args, v1::PrefillRequest* request) {
   if (args.Has("keep")) {
     request->mutable_keep_snapshot()->set_ttl_seconds(static_cast<uint32_t>(ttl.value_or(0)));
   }
+  if (args.Has("pin") && !args.Has("keep")) return UsageError("--pin needs --keep");
+  if (args.Has("pin")) request->mutable_keep_snapshot()->set_pin(true);
+  if (args.Has("no-prefix-reuse")) request->set_prefix_reuse(v1::PREFIX_REUSE_OFF);
   if (auto n = reader.Int("priority", -8, 8)) request->set_priority(static_cast<int32_t>(*n));
   request->set_request_id(args.Text("request-id"));
   // A server of another format would send bytes that this client cannot read.

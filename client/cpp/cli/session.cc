@@ -13,25 +13,26 @@
 namespace sparsegdn::cli {
 
 FlagGroup SessionFlags() {
-  return {
-      "Connection and output",
-      {{"server", "ADDRESS",
-        "host:port or unix:/path of the server (default: $SPARSEGDN_SERVER, or 127.0.0.1:50051)."},
-       {"tls", "", "Use TLS with the system's authorities (also set by the flags below)."},
-       {"tls-ca", "FILE", "PEM authorities of the server's certificate."},
-       {"tls-cert", "FILE", "PEM certificate of this client."},
-       {"tls-key", "FILE", "PEM key of --tls-cert."},
-       {"tls-server-name", "NAME", "Name in the server's certificate, if not ADDRESS's."},
-       {"token-file", "FILE", "Bearer token that every call brings; read for each call."},
-       {"plain-text-token", "", "Allow the token on a connection without TLS."},
-       {"shared-memory", "",
-        "On a unix: ADDRESS, take snapshots through shared memory instead of the socket."},
-       {"timeout", "SECONDS", "Give up a call after this long (exit code 5)."},
-       {"wait", "SECONDS", "Wait this long for a server that is still starting."},
-       {"tenant", "NAME", "Counts only where the server runs without authentication."},
-       {"json", "", "Print one JSON object instead of the table."},
-       {"quiet", "", "No progress bar."},
-       {"help", "", "Print this text."}}};
+  return {"Connection and output",
+          {{"server", "ADDRESS",
+            "host:port or unix:/path of the server, or a list address:port,address:port (default: "
+            "$SPARSEGDN_SERVER, or 127.0.0.1:50051)."},
+           {"tls", "", "Use TLS with the system's authorities (also set by the flags below)."},
+           {"tls-ca", "FILE", "PEM authorities of the server's certificate."},
+           {"tls-cert", "FILE", "PEM certificate of this client."},
+           {"tls-key", "FILE", "PEM key of --tls-cert."},
+           {"tls-server-name", "NAME", "Name in the server's certificate, if not ADDRESS's."},
+           {"token-file", "FILE", "Bearer token that every call brings; read for each call."},
+           {"plain-text-token", "", "Allow the token on a connection without TLS."},
+           {"shared-memory", "",
+            "On a unix: ADDRESS, take snapshots through shared memory instead of the socket."},
+           {"timeout", "SECONDS", "Give up a call after this long (exit code 5)."},
+           {"restarts", "N", "Run a prefill again when its server is gone, so often at most."},
+           {"wait", "SECONDS", "Wait this long for a server that is still starting."},
+           {"tenant", "NAME", "Counts only where the server runs without authentication."},
+           {"json", "", "Print one JSON object instead of the table."},
+           {"quiet", "", "No progress bar."},
+           {"help", "", "Print this text."}}};
 }
 
 client::Cancellation& Interrupt() {
@@ -72,6 +73,9 @@ absl::StatusOr<Session> Session::Open(const Args& args) {
   for (absl::Status status : {args.Read("timeout", &timeout), args.Read("wait", &wait)}) {
     if (!status.ok()) return status;
   }
+  int64_t restarts = 0;
+  if (absl::Status s = args.Read("restarts", 0, 100, &restarts); !s.ok()) return s;
+  session.call.restarts = static_cast<int>(restarts);
   if ((timeout && !(*timeout > 0)) || (wait && !(*wait >= 0))) {
     return UsageError("--timeout and --wait must be positive numbers of seconds");
   }

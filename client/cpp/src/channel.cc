@@ -4,17 +4,20 @@
 #include <grpcpp/security/tls_credentials_options.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <fstream>
 #include <sstream>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
 #include "src/errors.h"
+#include "src/targets.h"
 
 namespace sparsegdn::client {
 namespace {
@@ -26,39 +29,23 @@ absl::Status Wrong(const std::string& field, const std::string& message) {
   return MakeError(absl::StatusCode::kInvalidArgument, "BAD_OPTION", field, message);
 }
 
-// A bare host:port would be resolved the same way, but by gRPC's default, which has changed.
-std::string TargetUri(const std::string& target) {
-  const bool has_scheme = target.find("://") != std::string::npos ||
-                          absl::StartsWith(target, "unix:") || absl::StartsWith(target, "dns:") ||
-                          absl::StartsWith(target, "ipv4:") || absl::StartsWith(target, "ipv6:");
-  return has_scheme ? target : absl::StrCat("dns:///", target);
-}
-
-// Whether what is sent stays on this machine.
+// Whether what is sent stays on this machine, whichever server of a list it goes to.
 bool IsLocal(const std::string& target) {
+  if (absl::StartsWith(target, "unix:")) return true;
   std::string rest = target;
   for (const char* scheme : {"dns:///", "dns:", "ipv4:", "ipv6:"}) {
     if (absl::StartsWith(rest, scheme)) rest = rest.substr(std::string(scheme).size());
   }
-  return absl::StartsWith(target, "unix:") || absl::StartsWith(rest, "localhost:") ||
-         rest == "localhost" || absl::StartsWith(rest, "127.") || absl::StartsWith(rest, "[::1]");
+  const std::vector<std::string> items = absl::StrSplit(rest, ',');
+  return std::all_of(items.begin(), items.end(), [](const std::string& item) {
+    return absl::StartsWith(item, "localhost:") || item == "localhost" ||
+           absl::StartsWith(item, "127.") || absl::StartsWith(item, "[::1]");
+  });
 }
 
 absl::Status CheckReadable(const std::string& path) {
   if (path.empty() || access(path.c_str(), R_OK) == 0) return absl::OkStatus();
   return FileError("read", path, errno);
-}
-
-// GetModelInfo is left out: WaitUntilReady asks again by itself.
-std::string RetryConfig(int max_attempts) {
-  return absl::StrFormat(
-      R"({"methodConfig": [{"name": [
-          {"service": "sparsegdn.v1.PrefillService", "method": "Prefill"},
-          {"service": "sparsegdn.v1.PrefillService", "method": "ImportSnapshot"},
-          {"service": "sparsegdn.v1.PrefillService", "method": "ReleaseSnapshot"}],
-        "retryPolicy": {"maxAttempts": %d, "initialBackoff": "0.1s", "maxBackoff": "1s",
-          "backoffMultiplier": 3, "retryableStatusCodes": ["UNAVAILABLE"]}}]})",
-      max_attempts);
 }
 
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> Credentials(
@@ -146,10 +133,11 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const ConnectOptions&
   if (absl::Status status = CheckOptions(options); !status.ok()) return status;
   absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> credentials = Credentials(options);
   if (!credentials.ok()) return credentials.status();
+  absl::StatusOr<std::string> uri = TargetUri(options.target);
+  if (!uri.ok()) return uri.status();
   grpc::ChannelArguments arguments;
-  if (options.max_attempts > 1) {
-    arguments.SetServiceConfigJSON(RetryConfig(options.max_attempts));
-  }
+  const std::string service_config = ServiceConfig(*uri, options.max_attempts);
+  if (!service_config.empty()) arguments.SetServiceConfigJSON(service_config);
   arguments.SetLoadBalancingPolicyName("round_robin");
   arguments.SetMaxReceiveMessageSize(options.max_receive_message_bytes);
   arguments.SetInt("grpc.per_rpc_retry_buffer_size", static_cast<int>(options.retry_buffer_bytes));
@@ -159,7 +147,7 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const ConnectOptions&
   if (!options.tls.server_name.empty()) {
     arguments.SetSslTargetNameOverride(options.tls.server_name);
   }
-  return grpc::CreateCustomChannel(TargetUri(options.target), *credentials, arguments);
+  return grpc::CreateCustomChannel(*uri, *credentials, arguments);
 }
 
 }  // namespace sparsegdn::client

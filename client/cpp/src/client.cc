@@ -13,6 +13,7 @@
 #include "src/assembler.h"
 #include "src/channel.h"
 #include "src/errors.h"
+#include "src/restarts.h"
 #include "src/shared_mapping.h"
 #include "src/xxh.h"
 
@@ -164,7 +165,9 @@ class GrpcClient : public Client {
         ask_shared_(options.shared_memory) {}
 
   absl::StatusOr<PrefillOutcome> Prefill(const v1::PrefillRequest& request,
-                                         const CallOptions& options) override;
+                                         const CallOptions& options) override {
+    return WithRestarts(options, [&](const CallOptions& o) { return PrefillAnyWay(request, o); });
+  }
   absl::StatusOr<v1::SnapshotRef> Import(const Snapshot& snapshot, const v1::Keep& keep,
                                          const std::string& tenant,
                                          const CallOptions& options) override;
@@ -175,6 +178,9 @@ class GrpcClient : public Client {
  private:
   absl::StatusOr<PrefillOutcome> PrefillOnce(const v1::PrefillRequest& request,
                                              const CallOptions& options);
+  // Through shared memory where that was asked for and works, else through the stream.
+  absl::StatusOr<PrefillOutcome> PrefillAnyWay(const v1::PrefillRequest& request,
+                                               const CallOptions& options);
   absl::Status FromCall(const grpc::Status& status) const {
     return ExplainTls(FromGrpc(status), connect_.tls.enabled() || connect_.credentials != nullptr);
   }
@@ -184,8 +190,8 @@ class GrpcClient : public Client {
   std::atomic<bool> ask_shared_;  // false for good once a segment could not be mapped
 };
 
-absl::StatusOr<PrefillOutcome> GrpcClient::Prefill(const v1::PrefillRequest& request,
-                                                   const CallOptions& options) {
+absl::StatusOr<PrefillOutcome> GrpcClient::PrefillAnyWay(const v1::PrefillRequest& request,
+                                                         const CallOptions& options) {
   if (ask_shared_ && !request.shared_memory()) {
     v1::PrefillRequest asking = request;
     asking.set_shared_memory(true);

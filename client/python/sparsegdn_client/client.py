@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import re
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -38,6 +40,7 @@ from sparsegdn_client.types import (
 )
 
 _IMPORT_CHUNK_BYTES = 1 << 20
+_FIRST_WAIT, _LAST_WAIT = 0.1, 2.0  # seconds before a prefill runs again
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,28 @@ class Cancellation:
 
 def _target_uri(target: str) -> str:
     known = ("unix:", "dns:", "ipv4:", "ipv6:")
-    return target if "://" in target or target.startswith(known) else f"dns:///{target}"
+    if "://" in target or target.startswith(known):
+        return target
+    if "," not in target:
+        return f"dns:///{target}"
+    items = [re.sub("^localhost:", "127.0.0.1:", item) for item in target.split(",")]
+    families = {_family(item) for item in items}
+    if len(families) != 1:
+        raise ValueError(f"target {target!r} mixes IPv4 and IPv6, wanted one family in a list")
+    return f"ipv{families.pop()}:{','.join(items)}"
+
+
+def _family(item: str) -> int:
+    """4 or 6 of "address:port". gRPC resolves no names inside a list."""
+    host, colon, port = item.rpartition(":")
+    try:
+        if colon and port.isdigit():
+            version = ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).version
+            if version == 4 or host.startswith("["):
+                return version
+    except ValueError:
+        pass
+    raise ValueError(f"target has {item!r} in a list, wanted address:port; a name stands alone")
 
 
 def _token_list(token_ids: Sequence[int] | npt.NDArray[Any]) -> list[int]:
@@ -165,27 +189,35 @@ class _PrefillStream:
         )
 
 
-def _retry_config(max_attempts: int) -> str:
-    policy = {
-        "maxAttempts": max_attempts,
-        "initialBackoff": "0.1s",
-        "maxBackoff": "1s",
-        "backoffMultiplier": 3,
-        "retryableStatusCodes": ["UNAVAILABLE"],
-    }
-    # GetModelInfo is left out: wait_until_ready asks again by itself.
-    names = [
-        {"service": SERVICE.strip("/"), "method": method}
-        for method in ("Prefill", "ImportSnapshot", "ReleaseSnapshot")
-    ]
-    return json.dumps({"methodConfig": [{"name": names, "retryPolicy": policy}]})
+def _service_config(uri: str, max_attempts: int) -> str:
+    """Retries, and for a static list health checking: servers that load or drain get no calls."""
+    config: dict[str, Any] = {}
+    if max_attempts > 1:
+        policy = {
+            "maxAttempts": max_attempts,
+            "initialBackoff": "0.1s",
+            "maxBackoff": "1s",
+            "backoffMultiplier": 3,
+            "retryableStatusCodes": ["UNAVAILABLE"],
+        }
+        # GetModelInfo is left out: wait_until_ready asks again by itself.
+        names = [
+            {"service": SERVICE.strip("/"), "method": method}
+            for method in ("Prefill", "ImportSnapshot", "ReleaseSnapshot")
+        ]
+        config["methodConfig"] = [{"name": names, "retryPolicy": policy}]
+    if "," in uri:
+        config["healthCheckConfig"] = {"serviceName": ""}
+    return json.dumps(config) if config else ""
 
 
 class PrefillClient:
     """A connection to one service. Thread-safe; calls may run concurrently and block.
 
     Args:
-        target: "host:port" (resolved as dns:///, round robin over its addresses) or a gRPC URI.
+        target: "host:port" (resolved as dns:///, round robin over its addresses), a gRPC URI, or
+            "address:port,address:port,...": round robin over a static list, watching each one's
+            health.
         credentials: a grpc.ChannelCredentials; wins over the tls_ arguments.
         tls: use TLS, with the system's authorities unless tls_ca names a PEM file of others.
         tls_cert, tls_key: PEM files of this client, for servers that ask for a certificate.
@@ -233,8 +265,6 @@ class PrefillClient:
             ("grpc.initial_reconnect_backoff_ms", 200),
             ("grpc.max_reconnect_backoff_ms", 2000),
         ]
-        if max_attempts > 1:
-            options.append(("grpc.service_config", _retry_config(max_attempts)))
         if tls_server_name:
             options.append(("grpc.ssl_target_name_override", tls_server_name))
         if credentials is None and (tls or tls_ca or tls_cert or tls_key):
@@ -246,6 +276,8 @@ class PrefillClient:
             read_token(token_file)
         self._ask_shared = shared_memory
         uri = _target_uri(target)
+        if config := _service_config(uri, max_attempts):
+            options.append(("grpc.service_config", config))
         self._channel = (
             grpc.insecure_channel(uri, options)
             if credentials is None
@@ -294,6 +326,9 @@ class PrefillClient:
         first_position: int | None = None,
         keep: bool = False,
         ttl_seconds: int = 0,
+        pin: bool = False,
+        prefix_reuse: bool = True,
+        restarts: int = 0,
         priority: int = 0,
         request_id: str = "",
         expect_model: str = "",
@@ -312,6 +347,11 @@ class PrefillClient:
             snapshot_at: "before_last" (the server's default: the worker runs the last token
                 itself) or "after_last" (the result names the next token).
             keep: the server keeps the snapshot and `result.snapshot_id` names it.
+            pin: with `keep`, the snapshot is not evicted for room before its time.
+            prefix_reuse: False neither starts from stored prefixes nor leaves any.
+            restarts: a call that ends with UNAVAILABLE even after its answer began (the server
+                died or was stopped) runs again from its start, so often at most, within `timeout`
+                in all; the counters of `progress` start anew.
             expect_model: the model identity this worker continues with; "" is not checked.
             progress: called on this thread between messages.
 
@@ -335,7 +375,34 @@ class PrefillClient:
             request.outputs.CopyFrom(outputs.to_proto())
         if keep:
             request.keep_snapshot.ttl_seconds = ttl_seconds
+            request.keep_snapshot.pin = pin
             request.keep_snapshot.SetInParent()
+        if not prefix_reuse:
+            request.prefix_reuse = pb.PREFIX_REUSE_OFF
+        end = None if timeout is None else time.monotonic() + timeout
+        wait = _FIRST_WAIT
+        while True:
+            try:
+                left = None if end is None else end - time.monotonic()
+                return self._prefill_any_way(request, left, progress, cancellation)
+            except PrefillError as error:
+                pause = min(max(error.retry_after_seconds or wait, _FIRST_WAIT), _LAST_WAIT)
+                late = end is not None and time.monotonic() + pause >= end
+                if restarts <= 0 or late or not _is_gone(error, cancellation):
+                    raise
+                if not _sleep(pause, cancellation):
+                    raise PrefillError("CANCELLED", "cancelled by this process") from None
+            restarts -= 1
+            wait = min(2 * wait, _LAST_WAIT)
+
+    def _prefill_any_way(
+        self,
+        request: Any,
+        timeout: float | None,
+        progress: Callable[[Progress], None] | None,
+        cancellation: Cancellation | None,
+    ) -> PrefillResult:
+        """Through shared memory where that was asked for and works, else through the stream."""
         if self._ask_shared:
             request.shared_memory = True
             try:
@@ -427,6 +494,23 @@ class PrefillClient:
         finally:
             if cancellation is not None:
                 cancellation._remove(call)
+
+
+def _is_gone(error: PrefillError, cancellation: Cancellation | None) -> bool:
+    """A server that shuts down resets the streams that reach it last: CANCELLED, though nobody here
+    cancelled."""
+    ours = cancellation is not None and cancellation.cancelled
+    return error.code == "UNAVAILABLE" or (error.code == "CANCELLED" and not ours)
+
+
+def _sleep(seconds: float, cancellation: Cancellation | None) -> bool:
+    """False when cancelled meanwhile."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if cancellation is not None and cancellation.cancelled:
+            return False
+        time.sleep(min(left, 0.02))
+    return True
 
 
 def _events(call: Any) -> Iterator[Any]:

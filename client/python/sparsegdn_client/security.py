@@ -27,7 +27,9 @@ def check_token_may_travel(target: str, encrypted: bool, allowed: bool) -> None:
     rest = target
     for scheme in ("dns:///", "dns:", "ipv4:", "ipv6:"):
         rest = rest.removeprefix(scheme)
-    if not (encrypted or allowed or target.startswith("unix:") or rest.startswith(_LOCAL)):
+    # Of a list every server must be this machine's own.
+    local = target.startswith("unix:") or all(i.startswith(_LOCAL) for i in rest.split(","))
+    if not (encrypted or allowed or local):
         raise ValueError(f"a bearer token would travel in clear text to {target}: turn on TLS, or "
                          f"pass allow_plain_text_token=True")
 

@@ -183,6 +183,7 @@ class FakeServer:
         self.saw_cancel = threading.Event()
         self.loading = False
         self.unavailable = 0  # answers of Prefill that will be UNAVAILABLE
+        self.gone = 0  # and that will become it after their first event
         self._server = grpc.server(
             futures.ThreadPoolExecutor(16),
             options=[("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0)],
@@ -253,6 +254,10 @@ class FakeServer:
             events.pop()
             # Called when the call ends, and this one only ends when its client goes away.
             context.add_callback(self.saw_cancel.set)
+        if self.gone > 0:
+            self.gone -= 1
+            yield events[0]
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the server died")
         yield from events
         for _ in range(1000 if request.request_id == "stall" else 0):
             if not context.is_active():

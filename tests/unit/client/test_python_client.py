@@ -54,6 +54,42 @@ class ClientTest(unittest.TestCase):
         self.assertIsNone(done.result.next_token)
         self.assertGreater(done.total_seconds, 0)
 
+    def test_a_list_of_servers(self):
+        with FakeServer() as other:
+            targets = f"{self.server.target},{other.target},127.0.0.1:1"
+            with PrefillClient(targets) as client:
+                for _ in range(20):
+                    client.prefill(TOKENS)
+            self.assertGreaterEqual(len(self.server.requests), 5)
+            self.assertGreaterEqual(len(other.requests), 5)
+        for bad in ("a:1,b:2", "10.0.0.1:1,", "10.0.0.1:1,[::1]:2", "10.0.0.1,10.0.0.2"):
+            with self.subTest(bad), self.assertRaises(ValueError):
+                PrefillClient(bad)
+
+    def test_restarts(self):
+        self.server.gone = 2
+        self.client.prefill(TOKENS, restarts=2)
+        self.assertEqual(len(self.server.requests), 3)
+        self.server.gone = 2
+        with self.assertRaises(PrefillError) as caught:
+            self.client.prefill(TOKENS, restarts=1)
+        self.assertEqual(caught.exception.code, "UNAVAILABLE")
+        self.server.gone = 1
+        with self.assertRaises(PrefillError):
+            self.client.prefill(TOKENS)  # none unless asked for
+        self.server.gone = 1000
+        start = time.monotonic()
+        with self.assertRaises(PrefillError):
+            self.client.prefill(TOKENS, restarts=1000, timeout=0.5)
+        self.assertLess(time.monotonic() - start, 3)
+
+    def test_reuse_and_pin_are_sent(self):
+        self.client.prefill(TOKENS)
+        self.client.prefill(TOKENS, keep=True, pin=True, prefix_reuse=False)
+        first, second = self.server.requests
+        self.assertEqual((first.prefix_reuse, first.HasField("keep_snapshot")), (0, False))
+        self.assertEqual((second.prefix_reuse, second.keep_snapshot.pin), (2, True))
+
     def test_every_fault_is_an_error(self):
         for name, (_, reason) in FAULTS.items():
             with self.subTest(name):

@@ -1,7 +1,10 @@
 // Prefix reuse in the engine: what is found, what is loaded, what the client gets, and everything
 // that must keep two requests apart.
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <span>
+#include <thread>
 #include <vector>
 
 #include "tests/unit/engine/engine_test_util.h"
@@ -196,6 +199,21 @@ TEST(PrefixReuse, AKeptSnapshotOfAHitResumesAsACold) {
   const Collected want = cold.Complete(whole);
   EXPECT_EQ(got.result->next_token, want.result->next_token);
   EXPECT_EQ(got.Floats("layers.0.recurrent_state"), want.Floats("layers.0.recurrent_state"));
+}
+
+TEST(PrefixReuse, APinnedSnapshotThatHasNoRoomIsRefused) {
+  engine::EngineConfig config = Config();
+  Harness probe({}, config);
+  PrefillRequest request = Harness::Prompt(100);
+  request.keep_snapshot = true;
+  request.pin_snapshot = true;
+  EXPECT_TRUE(probe.Complete(request).status->ok());
+  config.kept_snapshot_bytes = probe.engine().gauges().kept_snapshot_bytes * 3;
+  Harness h({}, config);
+  EXPECT_TRUE(h.Complete(request).status->ok());
+  EXPECT_EQ(Describe(*h.Complete(request).status),
+            "RESOURCE_EXHAUSTED keep_snapshot.pin PIN_LIMIT");
+  h.ExpectNoLeak();
 }
 
 TEST(PrefixReuse, ResumeFromNeitherReusesNorStores) {
@@ -484,6 +502,162 @@ TEST(PrefixReuse, ModelsWithoutFullAttentionKeepStatesAlone) {
   const Collected got = h.Complete(request);
   EXPECT_EQ(UsageOf(got).cached, 3 * kW);
   ExpectSameAsCold(got, request, options);
+}
+
+// A store behind the one in memory, as Redis is, whose answers a test chooses.
+class FakeRemote final : public engine::PrefixStore {
+ public:
+  engine::PrefixEntries Load(const Query& query) override {
+    ++loads;
+    return load ? load(query) : query.have;
+  }
+  bool Put(std::span<const engine::PrefixKey> chain, engine::PrefixEntryPtr entry) override {
+    stored.emplace_back(chain.back(), std::move(entry));
+    return true;
+  }
+  void Remove(const engine::PrefixKey&) override {}
+  engine::PrefixStoreStats stats() const override { return {}; }
+
+  std::function<engine::PrefixEntries(const Query&)> load;
+  std::vector<std::pair<engine::PrefixKey, engine::PrefixEntryPtr>> stored;
+  int loads = 0;
+};
+
+engine::PrefixEntries Found(const FakeRemote& remote, const FakeRemote::Query& query) {
+  engine::PrefixEntries entries = query.have;
+  for (size_t i = entries.size(); i < query.keys.size(); ++i) {
+    for (const auto& [key, entry] : remote.stored) {
+      if (key == query.keys[i]) entries.push_back(entry);
+    }
+    if (entries.size() == i) break;
+  }
+  return entries;
+}
+
+TEST(PrefixRemote, WhatMemoryLacksComesFromBehindIt) {
+  auto remote = std::make_shared<FakeRemote>();
+  engine::EngineConfig config = Config();
+  config.prefix_remote = remote;
+  const PrefillRequest request = Harness::Prompt(4 * kW);
+  {
+    Harness writer({}, config);
+    writer.Complete(request);
+    EXPECT_EQ(remote->stored.size(), 3u);
+    writer.Complete(request);
+    EXPECT_EQ(remote->stored.size(), 3u) << "what memory had is not written again";
+  }
+  Harness reader({}, config);
+  remote->load = [&](const FakeRemote::Query& q) { return Found(*remote, q); };
+  const Collected got = reader.Complete(request);
+  EXPECT_EQ(UsageOf(got).cached, 3 * kW);
+  ExpectSameAsCold(got, request);
+  const int loads = remote->loads;
+  EXPECT_EQ(UsageOf(reader.Complete(request)).cached, 3 * kW);
+  EXPECT_EQ(remote->loads, loads) << "memory has it now";
+  const engine::PrefixCacheStats stats = reader.engine().gauges().prefix;
+  EXPECT_EQ(stats.remote_hits, 1);
+  EXPECT_EQ(stats.memory_hits, 1);
+}
+
+TEST(PrefixRemote, WhatMemoryCannotHoldIsNotUsed) {
+  auto remote = std::make_shared<FakeRemote>();
+  engine::EngineConfig config = Config();
+  config.prefix_remote = remote;
+  const PrefillRequest request = Harness::Prompt(4 * kW);
+  Harness(FakeRunnerOptions(), config).Complete(request);
+  remote->load = [&](const FakeRemote::Query& q) { return Found(*remote, q); };
+  config.prefix_cache_bytes = 2 * remote->stored[0].second->bytes();
+  Harness reader({}, config);
+  const Collected got = reader.Complete(request);
+  EXPECT_TRUE(got.status->ok());
+  EXPECT_LE(reader.engine().gauges().prefix.bytes, config.prefix_cache_bytes);
+  ExpectSameAsCold(got, request);
+  reader.ExpectNoLeak();
+}
+
+// The engine's own thread: a remote store that takes its time delays a request by the configured
+// wait and no more, and holds up nobody else.
+TEST(PrefixRemote, ASlowOneDelaysItsRequestAlone) {
+  auto remote = std::make_shared<FakeRemote>();
+  std::atomic<bool> released{false};
+  remote->load = [&](const FakeRemote::Query& query) {
+    while (!released) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return query.have;
+  };
+  engine::EngineConfig config = Config();
+  config.prefix_remote = remote;
+  config.prefix_fetch_seconds = 0.2;
+  CountingObserver observer;
+  auto engine = *engine::Engine::Create(
+      config, std::make_unique<FakeRunner>(FakeRunnerOptions(), std::make_shared<FakeRunnerLog>()),
+      &observer, engine::Clock::Real());
+  const auto wait = [&](engine::PrefillCall& call) {
+    Collected got;
+    for (int i = 0; i < 5000 && !got.status; ++i) {
+      ReadAvailable(call, got);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return got;
+  };
+  const auto start = std::chrono::steady_clock::now();
+  const auto slow = *engine->Submit(Harness::Prompt(2 * kW));
+  const auto quick = *engine->Submit(Harness::Prompt(100));
+  EXPECT_TRUE(wait(*quick).status->ok());
+  const auto quick_after = std::chrono::steady_clock::now() - start;
+  EXPECT_TRUE(wait(*slow).status->ok());
+  const auto slow_after = std::chrono::steady_clock::now() - start;
+  EXPECT_LT(quick_after, std::chrono::milliseconds(190));
+  EXPECT_GE(slow_after, std::chrono::milliseconds(200));
+  EXPECT_LT(slow_after, std::chrono::milliseconds(2000));
+  // One that is cancelled while it waits leaves at once.
+  const auto cancelled = *engine->Submit(Harness::Prompt(2 * kW, 2));
+  cancelled->Cancel(false);
+  EXPECT_EQ(wait(*cancelled).status->code(), absl::StatusCode::kCancelled);
+  released = true;
+}
+
+// Many threads, few entries: loads, puts and evictions at once.
+TEST(PrefixThreads, AnswersStayRightUnderEviction) {
+  engine::EngineConfig config = Config();
+  {
+    Harness probe({}, Config());
+    probe.Complete(Harness::Prompt(2 * kW));
+    config.prefix_cache_bytes = 3 * probe.engine().gauges().prefix.bytes;
+  }
+  CountingObserver observer;
+  auto engine = *engine::Engine::Create(
+      config, std::make_unique<FakeRunner>(FakeRunnerOptions(), std::make_shared<FakeRunnerLog>()),
+      &observer, engine::Clock::Real());
+  std::vector<std::vector<std::string>> wanted;
+  for (int seed = 0; seed < 4; ++seed) {
+    Harness cold({}, Harness::DenseConfig());
+    wanted.push_back(cold.Complete(Harness::Prompt(3 * kW + 3, seed)).tensors);
+  }
+  std::vector<std::thread> threads;
+  std::atomic<int> right{0};
+  for (int t = 0; t < 3; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < 12; ++i) {
+        const int seed = (i * (t + 1)) % 4;
+        const auto call = *engine->Submit(Harness::Prompt(3 * kW + 3, seed));
+        if ((i + t) % 5 == 0) {
+          call->Cancel(false);
+          continue;
+        }
+        Collected got;
+        while (!got.status) {
+          ReadAvailable(*call, got);
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        right += got.status->ok() && got.tensors == wanted[static_cast<size_t>(seed)];
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(right, 29);
+  const engine::PrefixCacheStats stats = engine->gauges().prefix;
+  EXPECT_LE(stats.bytes, config.prefix_cache_bytes);
+  EXPECT_EQ(stats.corrupt, 0);
 }
 
 }  // namespace

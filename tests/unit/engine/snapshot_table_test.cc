@@ -15,6 +15,7 @@
 namespace sparsegdn::engine {
 namespace {
 
+using ::sparsegdn::testing::Describe;
 using ::sparsegdn::testing::FakeClock;
 
 std::shared_ptr<const Snapshot> OfBytes(size_t bytes) {
@@ -58,6 +59,43 @@ TEST(SnapshotTable, TenantsDoNotSeeEachOther) {
   EXPECT_TRUE(table.Release(id, "red"));
   EXPECT_FALSE(table.Find(id, "red"));
   EXPECT_EQ(table.bytes(), 0);
+}
+
+TEST(SnapshotTable, APinnedSnapshotStaysUntilItsTimeOrRelease) {
+  FakeClock clock;
+  SnapshotTable table(100, &clock);
+  const auto pin = [&](size_t bytes, uint32_t ttl) -> absl::StatusOr<std::string> {
+    auto reservation = table.Reserve(0, nullptr);
+    if (absl::Status s = (*reservation)->Pin(static_cast<int64_t>(bytes)); !s.ok()) return s;
+    if (absl::Status s = (*reservation)->Grow(static_cast<int64_t>(bytes)); !s.ok()) return s;
+    return table.Commit(*std::move(reservation), OfBytes(bytes), "", ttl);
+  };
+  const std::string pinned = *pin(30, 5), other = *pin(20, 50);
+  const std::string loose = *Keep(table, OfBytes(40));
+  const std::string last = *Keep(table, OfBytes(50));
+  EXPECT_TRUE(table.Find(pinned, "") && table.Find(other, "") && table.Find(last, ""));
+  EXPECT_FALSE(table.Find(loose, "")) << "the pinned ones are older, but stay";
+  EXPECT_EQ(Describe(Keep(table, OfBytes(60)).status()),
+            "RESOURCE_EXHAUSTED keep_snapshot SNAPSHOT_TABLE_FULL");
+  // Half of the table, and no more.
+  EXPECT_EQ(Describe(pin(1, 50).status()), "RESOURCE_EXHAUSTED keep_snapshot.pin PIN_LIMIT");
+  EXPECT_EQ(Describe(pin(51, 50).status()), "RESOURCE_EXHAUSTED keep_snapshot.pin NEVER_FITS");
+  clock.AdvanceSeconds(5);
+  EXPECT_FALSE(table.Find(pinned, "")) << "its time is over";
+  table.Sweep();
+  EXPECT_TRUE(pin(30, 50).ok());
+  EXPECT_TRUE(table.Release(other, ""));
+  EXPECT_TRUE(pin(20, 50).ok());
+  EXPECT_FALSE(pin(1, 50).ok());
+}
+
+TEST(SnapshotTable, AReservationThatFailsPinsNothing) {
+  FakeClock clock;
+  SnapshotTable table(100, &clock);
+  for (int i = 0; i < 3; ++i) {
+    auto reservation = *table.Reserve(50, nullptr);
+    EXPECT_TRUE(reservation->Pin(50).ok());
+  }
 }
 
 TEST(SnapshotTable, TimeToLive) {

@@ -42,7 +42,8 @@ struct TlsOptions {
 };
 
 struct ConnectOptions {
-  // "host:port" (resolved as dns:///host:port, so that every address is used) or any gRPC URI.
+  // "host:port" (resolved as dns:///host:port, so that every address is used), any gRPC URI, or
+  // "address:port,address:port,...": round_robin over a static list, watching each one's health.
   std::string target = {};
   std::shared_ptr<grpc::ChannelCredentials> credentials = nullptr;  // wins over `tls`
   TlsOptions tls = {};
@@ -94,6 +95,10 @@ struct CallOptions {
   std::optional<absl::Duration> timeout;  // DEADLINE_EXCEEDED after it; carried to the server
   Cancellation* cancellation = nullptr;   // borrowed; CANCELLED once it fires
   std::string traceparent;                // W3C trace context, sent as metadata when not empty
+  // Prefill only: a call that ends with UNAVAILABLE even after its answer began (the server died or
+  // was stopped) runs again from its start, so often at most. The counters of `progress` start
+  // anew.
+  int restarts = 0;
   // Prefill only: runs on the calling thread, between messages; may call Cancellation::Cancel.
   std::function<void(const PrefillProgress&)> progress;
 };
