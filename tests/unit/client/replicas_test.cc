@@ -52,7 +52,10 @@ TEST(Replicas, ATokenStaysHereUnlessEveryServerOfAListIsHere) {
   for (const auto& [target, good] : {std::pair<std::string, bool>{"127.0.0.1:1,127.0.0.2:2", true},
                                      {"localhost:1,10.0.0.2:2", false},
                                      {"ipv4:127.0.0.1:1,10.0.0.2:2", false}}) {
-    EXPECT_EQ(Client::Connect({.target = target, .token_file = token}).ok(), good) << target;
+    ConnectOptions options;
+    options.target = target;
+    options.token_file = token;
+    EXPECT_EQ(Client::Connect(options).ok(), good) << target;
   }
 }
 
