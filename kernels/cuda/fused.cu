@@ -7,52 +7,44 @@
 // 29 % (about 220 tokens a group) 23 MFLOP a group and head, 3.4 MFLOP a token, so that bytes and
 // arithmetic bind about equally. docs/kernels_cuda.md has the schedule and what was measured.
 #include "kernels/cuda/fused_output.cuh"
-#include "kernels/cuda/fused_segment.cuh"
 #include "kernels/cuda/fused_state.cuh"
 
 namespace sparsegdn::cuda {
 namespace fused {
 namespace {
 
-template <typename T>
+template <typename T, bool kNorm>
 __global__ void __launch_bounds__(kThreads, 1)
     FusedKernel(const __grid_constant__ Params p, const __grid_constant__ TileMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& sm = *reinterpret_cast<Shared*>(raw);
-  if (threadIdx.x < 32) {
-    const bool work = PlanSegment(p, &sm.job);
-    if (threadIdx.x == 0) {
-      sm.active = work ? 1 : 0;
-      sm.norms_bad = 0;
-      BarrierInit(&sm.state_full, kStateThreads / 32);
-      BarrierInit(&sm.u_full, kStateThreads / 32);
-      BarrierInit(&sm.group_done, kOutputThreads / 32);
-      BarrierInit(&sm.inverse_full, 1);
-      for (int i = 0; i < 2; ++i) {
-        BarrierInit(&sm.queries_full[i], 1);
-        BarrierInit(&sm.values_full[i], 1);
-      }
-      // The copy engine must see the barriers.
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  const int* job =
+      reinterpret_cast<const int*>(static_cast<const char*>(p.ws.jobs) + blockIdx.x * kJobBytes);
+  if (threadIdx.x < sizeof(Job) / 4)
+    reinterpret_cast<int*>(&sm.job)[threadIdx.x] = job[threadIdx.x];
+  if (threadIdx.x == 0) {
+    BarrierInit(&sm.inverse_full, 1);
+    for (int i = 0; i < 2; ++i) {
+      BarrierInit(&sm.state_full[i], kStateThreads / 32);
+      BarrierInit(&sm.u_full[i], kStateThreads / 32);
+      BarrierInit(&sm.group_done[i], kOutputThreads / 32);
+      BarrierInit(&sm.queries_full[i], 1);
+      BarrierInit(&sm.values_full[i], 1);
     }
+    // The copy engine must see the barriers.
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  if (sm.active == 0) return;
-  CheckWarmupNorms<T>(p, sm.job, &sm.norms_bad);
-  __syncthreads();
-  if (threadIdx.x == 0 && sm.norms_bad != 0) {  // no bound: run from the sequence's start
-    sm.job.groups += sm.job.first_own - sm.job.warm_groups;
-    sm.job.warm_groups = sm.job.first_own;
-    sm.job.start_window = sm.job.start_group = 0;
-    sm.job.from_start = 1;
-  }
-  __syncthreads();
+  if (sm.job.active == 0) return;
   if (threadIdx.x < kStateThreads) {
     StateSide<T> side(p, sm);
     side.Run();
+  } else if (sm.job.self_term != 0) {
+    OutputSide<T, true, kNorm> side(p, maps, sm);
+    side.Run();
   } else {
-    OutputSide<T> side(p, maps, sm);
+    OutputSide<T, false, kNorm> side(p, maps, sm);
     side.Run();
   }
 #endif
@@ -104,11 +96,12 @@ cudaError_t Launch(const Params& p, cudaStream_t stream) {
       !EncodeMap(encode, o, p.num_tokens, p.shape.num_v_heads, &maps.o)) {
     return cudaErrorInvalidValue;
   }
+  const auto kernel = p.normalize_qk ? FusedKernel<T, true> : FusedKernel<T, false>;
   const cudaError_t error =
-      cudaFuncSetAttribute(FusedKernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   const int64_t blocks = p.ws.segments * p.shape.num_v_heads;
-  FusedKernel<T><<<static_cast<unsigned>(blocks), kThreads, kBytes, stream>>>(p, maps);
+  kernel<<<static_cast<unsigned>(blocks), kThreads, kBytes, stream>>>(p, maps);
   return cudaGetLastError();
 }
 

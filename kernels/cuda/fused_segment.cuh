@@ -78,13 +78,13 @@ __device__ inline void FindWarmup(GroupPlace own, Job* job) {
   job->from_start = 1;
 }
 
-// Fills the job of this block (one warp); false where the block has nothing to do.
-__device__ inline bool PlanSegment(const Params& p, Job* job) {
-  const int segment_index = static_cast<int>(blockIdx.x / p.shape.num_v_heads);
+// Fills job `index`, segment by segment and head by head (one warp); false where there is none.
+__device__ inline bool PlanSegment(const Params& p, int64_t index, Job* job) {
+  const int segment_index = static_cast<int>(index / p.shape.num_v_heads);
   if (segment_index >= p.ws.segment_offset[p.num_seqs]) return false;
   Job j{};
   const int seq = FindOwner(p.ws.segment_offset, p.num_seqs, segment_index);
-  FillJob(p, seq, static_cast<int>(blockIdx.x % p.shape.num_v_heads), &j);
+  FillJob(p, seq, static_cast<int>(index % p.shape.num_v_heads), &j);
   const int first_segment = p.ws.segment_offset[seq];
   j.segment = segment_index - first_segment;
   j.segments = p.ws.segment_offset[seq + 1] - first_segment;
@@ -106,38 +106,68 @@ __device__ inline bool PlanSegment(const Params& p, Job* job) {
   }
   if (j.groups > 0 && j.first_own > 0) FindWarmup(LocateGroup(j, j.first_own), &j);
   j.groups += j.warm_groups;
+  j.active = 1;
   *job = j;
   return true;
 }
 
-// Whether beta |k|^2 <= 2 for every event of the warm-up, which its bound needs. All threads; the
-// answer is in *bad after the caller's barrier.
-template <typename T>
+// Whether beta |k|^2 <= 2 for every event of the warm-up, which its bound needs. All `kWorkers`
+// threads of the block; the answer is in *bad after the caller's barrier.
+template <typename T, int kWorkers>
 __device__ inline void CheckWarmupNorms(const Params& p, const Job& job, int* bad) {
   if (job.from_start || p.normalize_qk) return;
   Cursor c;
   EnterWindow(job, job.start_window, &c);
   c.group = job.start_group;
-  const int row = threadIdx.x / 8, part = threadIdx.x % 8;
+  const int part = threadIdx.x % 8;
   const T* keys = static_cast<const T*>(p.k.data) + job.pair * p.k.head_stride + part * 16;
   for (int n = 0; n < job.warm_groups; ++n, NextGroup(job, &c)) {
-    const int e = FirstEvent(c, c.group) + row;
-    const bool live = e < FirstEvent(c, c.group + 1) && e < c.events;
-    float sum = 0.0f;
-    int token = 0;
-    if (live) {
-      token = EventRow(job, c, e);
-      const uint4* x = reinterpret_cast<const uint4*>(keys + token * p.k.token_stride);
-      for (int i = 0; i < 2; ++i) {
-        const uint4 piece = x[i];
-        for (uint32_t word : {piece.x, piece.y, piece.z, piece.w}) {
-          const float2 f = Unpack<T>(word);
-          sum += f.x * f.x + f.y * f.y;
+    const int first = FirstEvent(c, c.group), last = FirstEvent(c, c.group + 1);
+#pragma unroll
+    for (int i = 0; i < kGroup * 8 / kWorkers; ++i) {
+      const int e = first + static_cast<int>(threadIdx.x) / 8 + i * (kWorkers / 8);
+      const bool live = e < last && e < c.events;
+      float sum = 0.0f;
+      const int token = live ? EventRow(job, c, e) : 0;
+      if (live) {
+        const uint4* x = reinterpret_cast<const uint4*>(keys + token * p.k.token_stride);
+        for (int j = 0; j < 2; ++j) {
+          const uint4 piece = x[j];
+          for (uint32_t word : {piece.x, piece.y, piece.z, piece.w}) {
+            const float2 f = Unpack<T>(word);
+            sum += f.x * f.x + f.y * f.y;
+          }
         }
       }
+      for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+      if (live && !(sum * job.beta[token] <= 2.0f)) *bad = 1;
     }
-    for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-    if (live && !(sum * job.beta[token] <= 2.0f)) *bad = 1;
+  }
+}
+
+// Plans job `index` in shared memory and leaves it in the workspace; the whole block.
+template <typename T, int kWorkers>
+__device__ inline void PlanJob(const Params& p, int64_t index, Job* job, int* norms_bad) {
+  if (threadIdx.x < 32) {
+    const bool work = PlanSegment(p, index, job);
+    if (threadIdx.x == 0) {
+      *norms_bad = 0;
+      if (!work) *job = Job{};
+    }
+  }
+  __syncthreads();
+  if (job->active != 0) CheckWarmupNorms<T, kWorkers>(p, *job, norms_bad);
+  __syncthreads();
+  if (threadIdx.x == 0 && *norms_bad != 0) {  // no bound: run from the sequence's start
+    job->groups += job->first_own - job->warm_groups;
+    job->warm_groups = job->first_own;
+    job->start_window = job->start_group = 0;
+    job->from_start = 1;
+  }
+  __syncthreads();
+  int* to = reinterpret_cast<int*>(static_cast<char*>(p.ws.jobs) + index * kJobBytes);
+  for (int i = threadIdx.x; i < static_cast<int>(sizeof(Job) / 4); i += kWorkers) {
+    to[i] = reinterpret_cast<const int*>(job)[i];
   }
 }
 

@@ -45,13 +45,22 @@ struct TileMaps {
 struct alignas(16) Factors {
   int token[kGroup];  // rows of the pack
   float2 gate[kGroup];
-  float beta[kGroup];
+  float of_value[kGroup], of_state[kGroup];  // W = of_value V - of_state K S
   float k_norm[kGroup];
+  float to_end[kGroup];  // decay from the event to the group's end
   float2 before, after;  // gate sums before the first and through the last owned token
+  float decay;           // of the group
+  int scaled;            // the group is in the scaled frame
   uint32_t writes[2];    // which of the events have beta != 0
 };
 
 static_assert(offsetof(Factors, gate) % 16 == 0, "gates are read two at a time");
+
+// Gate sums and beta of a tile, from the 16-byte boundary before its first row on.
+struct alignas(16) TileGates {
+  float2 gate[kTile + 2];
+  float beta[kTile + 4];
+};
 
 // Rows of a group; a ring of four, because keys are fetched one group ahead and rows two.
 struct Rows {
@@ -75,11 +84,14 @@ struct Job {
   int first_own;                  // index of the first own group in the sequence
   int end_row;                    // after the last owned token
   int from_start;                 // begins with the sequence's own initial state
+  int active;                     // there is such a segment
   const float2* gate_sum;         // of the head, by row of the pack
   const float* beta;
   const uint16_t* event_rows;   // of the pair, by row of the pack
   const int32_t* event_counts;  // of the pair, by window of the sequence
 };
+
+static_assert(sizeof(Job) % 4 == 0 && sizeof(Job) <= kJobBytes);
 
 // What both kernels know of a sequence: everything of the job but its segment.
 __device__ __forceinline__ void FillJob(const Params& p, int seq, int head, Job* j) {
@@ -109,20 +121,22 @@ struct Cursor {
 };
 
 struct __align__(1024) Shared {
-  uint8_t state[2][kStatePanel];  // S_B, 64 columns a panel
-  uint8_t key[2][2][kPanel];      // [slot][half of Dk], rows are events
-  uint8_t work[2][kPanel];        // V, then W, then the decayed U; [half of Dv]
-  uint8_t u[2][kPanel];           // U, [half of Dv]
-  uint8_t inverse[kPanel];        // T
-  uint8_t tile[2][3][2][kPanel];  // [output warpgroup][q, k, v or o][half]
+  // Group n is in slot n % 2 (keys: n % 3), so that the state side may be a group ahead.
+  uint8_t state[2][2][kStatePanel];  // S_B^T, [half of Dk], rows are Dv
+  uint8_t key[3][2][kPanel];         // [half of Dk], rows are events
+  uint8_t u[2][kStatePanel];         // V by parts (fused_state.cuh), then U^T: rows are Dv
+  uint8_t inverse[kPanel];           // T
+  uint8_t tile[2][2][2][kPanel];     // [output warpgroup][q, v or o][half]
+  TileGates gates[2][2];             // [output warpgroup][parity of its tile]
   Factors factors[2];
   Rows rows[4];
   Job job;
-  Cursor cursor;  // of the state side, two groups ahead
-  uint64_t state_full, u_full, group_done, inverse_full;
+  Cursor cursor[2];  // of the state side, two groups ahead of group n in slot n % 2
+  // Of the own group m in slot m % 2: S_B, keys and factors are there; U is; all outputs are
+  // formed.
+  uint64_t state_full[2], u_full[2], group_done[2];
+  uint64_t inverse_full;
   uint64_t queries_full[2], values_full[2];  // of an output warpgroup's tile
-  int norms_bad;
-  int active;
 };
 static_assert(sizeof(Shared) <= 232448, "one block of Hopper's shared memory");
 

@@ -1,13 +1,17 @@
 // The state side of the fused kernel: two warpgroups walk the groups of a segment in order.
 //
-// Warpgroup w keeps columns [64 w, 64 w + 64) of S in fp32 registers and, per group, forms
+// Warpgroup w keeps S^T, rows [64 w, 64 w + 64) of Dv by 128 of Dk, in fp32 registers and, per
+// group, forms
 //   W = beta (V - e^G K S),  U = T W,  S = e^{G_end} S + K^T (e^{G_end - G} U)
-// or the same in the scaled frame of fused_shared.cuh, where W = beta (e^{-G} V - K
-// S) and S = e^{G_end} (S + K^T U). Operands have 16 bits, sums are fp32. T comes
-// from InverseKernel, so that only K S -> T W -> K^T U is serial.
+// or the same in the scaled frame of fused_shared.cuh, where W = beta (e^{-G} V - K S) and
+// S = e^{G_end} (S + K^T U), all of it transposed: a product's accumulators are then the next one's
+// A operand as they stand, and the serial chain K S -> T W -> K^T U never leaves the registers but
+// for S itself, which the output side reads too. Operands have 16 bits, sums are fp32. T comes from
+// InverseKernel.
 #ifndef SPARSEGDN_KERNELS_CUDA_FUSED_STATE_CUH_
 #define SPARSEGDN_KERNELS_CUDA_FUSED_STATE_CUH_
 
+#include "kernels/cuda/fused_feed.cuh"
 #include "kernels/cuda/fused_pool.cuh"
 #include "kernels/cuda/fused_shared.cuh"
 #include "kernels/cuda/wgmma.cuh"
@@ -15,14 +19,26 @@
 namespace sparsegdn::cuda::fused {
 
 template <typename T>
-class StateSide {
+class StateSide : private StateFeed<T> {
+  using Base = StateFeed<T>;
+  using Base::CopyKeys;
+  using Base::CopyValues;
+  using Base::FetchFactors;
+  using Base::FetchInverse;
+  using Base::FetchRows;
+  using Base::job_;
+  using Base::MoveCursor;
+  using Base::OwnPart;
+  using Base::p_;
+  using Base::PutFactors;
+  using Base::PutRows;
+  using Base::sm_;
+  using Base::StateBarrier;
+  using Base::Thread;
+  using Base::ValueOffset;
+
  public:
-  __device__ __forceinline__ StateSide(const Params& p, Shared& sm)
-      : p_(p), sm_(sm), job_(sm.job), tid_(threadIdx.x), wg_(threadIdx.x / 128) {
-    row_ = tid_ % 128 / 32 * 16 + tid_ % 32 / 4;
-    column_ = 2 * (tid_ % 4);
-    snapshots_ = p.sequences[job_.seq].snapshot_every > 0;
-  }
+  __device__ __forceinline__ StateSide(const Params& p, Shared& sm) : Base(p, sm) {}
 
   __device__ __forceinline__ void Run() {
     LoadState();
@@ -30,41 +46,36 @@ class StateSide {
       Prologue();
       for (int n = -1; n < job_.groups; ++n) {
         if (n >= 0) Advance(n);
-        if (n + 1 < job_.groups) Prepare(n + 1);
-        if (n >= job_.warm_groups) BarrierWait(&sm_.group_done, (n - job_.warm_groups) & 1);
-        if (n + 1 < job_.groups) PublishState();
+        if (n + 1 < job_.groups) Begin(n + 1);
       }
     }
     Finish();
   }
 
  private:
-  __device__ __forceinline__ void WarpgroupBarrier() { NamedBarrier(kBarrierGroup0 + wg_, 128); }
-  __device__ __forceinline__ bool Scaled(const Factors& f) const {
-    return f.before.x - f.after.x <= kScaledFrameLog2<T>;
+  // This thread's first cell of a 128-row, in 64-row halves: row of Dv, and column.
+  static __device__ __forceinline__ int Row(int thread) {
+    return thread / 32 * 16 + thread % 32 / 4;
   }
-  __device__ __forceinline__ void StateBarrier() { NamedBarrier(kBarrierState, kStateThreads); }
+  static __device__ __forceinline__ int Column(int thread) { return 2 * (thread % 4); }
 
   __device__ __forceinline__ void LoadState() {
-    ReadState(p_, job_, row_, 64 * wg_ + column_, s_);
+    ReadState(p_, job_, Row(Thread()), Column(Thread()), s_);
     if (!p_.states_alias || job_.segments == 1) return;
     // The last segment may write the slot that this one reads: it waits for all readers.
     __threadfence();
     StateBarrier();
-    if (tid_ == 0) atomicAdd(&p_.ws.state_readers[job_.reader_slot], 1);
+    if (Thread() == 0) atomicAdd(&p_.ws.state_readers[job_.reader_slot], 1);
   }
 
   __device__ __forceinline__ void StoreState(float* data, int64_t slot) {
-    WriteState(p_, job_, row_, 64 * wg_ + column_, data, slot, s_);
+    WriteState(p_, job_, Row(Thread()), Column(Thread()), data, slot, s_);
   }
 
   __device__ __forceinline__ void Finish() {
     bool bad = false;
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
-#pragma unroll
-      for (int i = 0; i < 32; ++i) bad = bad || !isfinite(s_[b][i]);
-    }
+    for (int i = 0; i < 64; ++i) bad = bad || !isfinite(s_[i]);
     // A state that is not finite at a segment's end stays so until the sequence's end.
     if (bad && p_.nonfinite != nullptr) atomicOr(&p_.nonfinite[job_.seq], 1);
     const int32_t slot = p_.sequences[job_.seq].final_slot;
@@ -77,303 +88,231 @@ class StateSide {
     StoreState(p_.final_state.data, slot);
   }
 
-  // Registers of the rows of the next group but one (threads 0..65), and of the next group's gates.
-  __device__ __forceinline__ void FetchRows() {
-    if (tid_ > 65) return;
-    const Cursor& c = sm_.cursor;
-    if (tid_ < 64) {
-      const int e = FirstEvent(c, c.group) + tid_;
-      const bool live = e < FirstEvent(c, c.group + 1) && e < c.events;
-      fetched_row_ = live ? EventRow(job_, c, e) : kNoToken;
-    } else {
-      fetched_row_ = GroupBegin(job_, c, c.group + tid_ - 64);
-    }
-  }
-  __device__ __forceinline__ void PutRows(int n) {
-    Rows& rows = sm_.rows[n % 4];
-    if (tid_ < 64) rows.token[tid_] = fetched_row_;
-    if (tid_ == 64) {
-      rows.begin = fetched_row_;
-      rows.first = fetched_row_ == sm_.cursor.row0;
-      rows.slot = InverseSlot(job_, sm_.cursor);
-    }
-    if (tid_ == 65) rows.end = fetched_row_;
-  }
-  __device__ __forceinline__ void FetchFactors(int n) {
-    if (tid_ > 65) return;
-    const Rows& rows = sm_.rows[n % 4];
-    int row = tid_ == 64 ? rows.begin - 1 : rows.end - 1;
-    if (tid_ < 64) row = rows.token[tid_];
-    const bool none = row == kNoToken || (tid_ == 64 && rows.first != 0);
-    fetched_gate_ = none ? make_float2(tid_ == 64 ? 0.0f : -1e30f, 0.0f) : job_.gate_sum[row];
-    if (tid_ >= 64) return;
-    fetched_beta_ = none ? 0.0f : job_.beta[row];
-    fetched_norm_ = none ? 0.0f : 1.0f;
-    if (!none && p_.normalize_qk) fetched_norm_ = p_.ws.k_norm[job_.pair * p_.num_tokens + row];
-  }
-  __device__ __forceinline__ void PutFactors(int n) {
-    Factors& f = sm_.factors[n % 2];
-    if (tid_ < 64) {
-      f.token[tid_] = sm_.rows[n % 4].token[tid_];
-      f.gate[tid_] = fetched_gate_;
-      f.beta[tid_] = fetched_beta_;
-      f.k_norm[tid_] = fetched_norm_;
-      const uint32_t writes = __ballot_sync(0xffffffffu, fetched_beta_ != 0.0f);
-      if (tid_ % 32 == 0) f.writes[tid_ / 32] = writes;
-    }
-    if (tid_ == 64) f.before = fetched_gate_;
-    if (tid_ == 65) f.after = fetched_gate_;
-  }
-
-  __device__ __forceinline__ void CopyKeys(int n) {
-    const Rows& rows = sm_.rows[n % 4];
-    const T* from = static_cast<const T*>(p_.k.data) + job_.pair * p_.k.head_stride;
-    const uint32_t to = SharedAddress(sm_.key[n % 2]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = tid_ / 16 + 16 * i, piece = tid_ % 16;
-      const int token = rows.token[row];
-      const bool live = token != kNoToken;
-      CopyAsync16(to + piece / 8 * kPanel + PanelOffset(row, piece % 8 * 8),
-                  from + (live ? token * p_.k.token_stride : 0) + piece * 8, live);
-    }
-  }
-  __device__ __forceinline__ void CopyValues(int n) {
-    const Rows& rows = sm_.rows[n % 4];
-    const T* from = static_cast<const T*>(p_.v.data) + job_.head * p_.v.head_stride + 64 * wg_;
-    const uint32_t to = SharedAddress(sm_.work[wg_]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = tid_ % 128 / 8 + 16 * i, piece = tid_ % 8;
-      const int token = rows.token[row];
-      const bool live = token != kNoToken;
-      CopyAsync16(to + PanelOffset(row, piece * 8),
-                  from + (live ? token * p_.v.token_stride : 0) + piece * 8, live);
-    }
-  }
-
   // Rows of the first two groups; keys, values and factors of the first.
   __device__ __forceinline__ void Prologue() {
-    if (tid_ == 0) {
-      EnterWindow(job_, job_.start_window, &sm_.cursor);
-      sm_.cursor.group = job_.start_group;
-    }
-    for (int n = 0; n < 2; ++n) {
-      StateBarrier();
-      if (n < job_.groups) {
-        FetchRows();
-        PutRows(n);
-      }
-      StateBarrier();
-      if (tid_ == 0) NextGroup(job_, &sm_.cursor);
+    const int tid = Thread();
+    if (tid == 0) {
+      Cursor c;
+      EnterWindow(job_, job_.start_window, &c);
+      c.group = job_.start_group;
+      sm_.cursor[0] = c;
     }
     StateBarrier();
+    for (int n = 0; n < 2; ++n) {
+      FetchRows(n, &fetched_);
+      if (n < job_.groups) PutRows(n, fetched_);
+      MoveCursor(n);
+      StateBarrier();
+    }
     CopyKeys(0);
     CopyCommit();
-    FetchFactors(0);
+    CopyValues(0);
+    CopyCommit();
+    FetchFactors(0, &fetched_);
   }
 
-  // S to shared memory in 16 bits; ends with all of the state side past the barrier.
-  __device__ __forceinline__ void PublishState() {
-    const uint32_t base = CellBase(sm_.state[wg_], row_, column_);
+  // S^T to shared memory in 16 bits.
+  __device__ __forceinline__ void StoreStart(int n) {
+    const int tid = Thread();
+    const uint32_t base = CellBase(sm_.state[n % 2][0], Row(tid), Column(tid));
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
-#pragma unroll
-      for (int i = 0; i < 32; i += 2) {
-        StoreCell((base ^ (i / 4 << 4)) + (64 * b + 8 * (i / 2 % 2)) * 128,
-                  Pack<T>(s_[b][i], s_[b][i + 1]));
-      }
+    for (int i = 0; i < 64; i += 2) {
+      StoreCell((base ^ (i % 32 / 4 << 4)) + i / 32 * kStatePanel + i / 2 % 2 * 1024,
+                Pack<T>(s_[i], s_[i + 1]));
     }
-    ProxyFence();
-    StateBarrier();
   }
 
-  // Starts the copy of group n's T; every warp of both warpgroups has read the one before.
-  __device__ __forceinline__ void FetchInverse(int n) {
-    if (tid_ != 0) return;
-    const int64_t at = job_.head * p_.ws.inverse_slots + sm_.rows[n % 4].slot;
-    BarrierExpect(&sm_.inverse_full, kPanel);
-    CopyBytes(SharedAddress(sm_.inverse), static_cast<const uint8_t*>(p_.ws.inverses) + at * kPanel,
-              kPanel, &sm_.inverse_full);
-  }
-
-  // W = beta (V - e^G K S) over V in shared memory.
-  __device__ __forceinline__ void FormW(int n, float (&acc)[32]) {
-    const uint32_t keys = SharedAddress(sm_.key[n % 2]), state = SharedAddress(sm_.state[wg_]);
+  // acc = (K S)^T.
+  __device__ __forceinline__ void ApplyState(int n, float (&acc)[32]) {
+    const uint32_t keys = UniformAddress(sm_.key[n % 3]);
+    const uint32_t state = UniformAddress(sm_.state[n % 2][0] + Thread() / 128 * (64 * 128));
     FenceRegisters(acc);
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      WgmmaN64<T, 0, 1>(acc, PanelDescriptor(keys + k / 4 * kPanel + k % 4 * kStepK),
-                        PanelDescriptor(state + k * kStepKTransposed), k > 0);
+      WgmmaN64<T, 0, 0>(acc, PanelDescriptor(state + k / 4 * kStatePanel + k % 4 * kStepK),
+                        PanelDescriptor(keys + k / 4 * kPanel + k % 4 * kStepK), k > 0);
     }
     WgmmaCommit();
+    CopyWait<1>();  // V of this group; the keys of the next may still be under way
+    __syncwarp();
     WgmmaWait<0>();
     FenceRegisters(acc);
-    CopyWait<1>();  // V of this group; the keys of the next may still be under way
-    WarpgroupBarrier();
-    const Factors& f = sm_.factors[n % 2];
-    const bool scaled = Scaled(f);
-    const uint32_t base = CellBase(sm_.work[wg_], row_, column_);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = row_ + 8 * half;
-      const float beta = f.beta[i];
-      // e^{-G} of an empty row would overflow.
-      const bool live = f.token[i] != kNoToken;
-      const float2 gate = live ? f.gate[i] : f.before;
-      float of_value = beta, of_state = beta * f.k_norm[i];
-      if (scaled) {
-        of_value *= Decay(f.before.x, f.before.y, gate.x, gate.y);
-      } else {
-        of_state *= Decay(gate.x, gate.y, f.before.x, f.before.y);
-      }
-      uint32_t values[8];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) values[j] = LoadCell((base ^ (j << 4)) + half * 1024);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float2 v = Unpack<T>(values[j]);
-        StoreCell((base ^ (j << 4)) + half * 1024,
-                  Pack<T>(of_value * v.x - of_state * acc[4 * j + 2 * half],
-                          of_value * v.y - of_state * acc[4 * j + 2 * half + 1]));
-      }
-    }
-    ProxyFence();
-    WarpgroupBarrier();
   }
 
-  // U = T W for the output side; out of the scaled frame, also with the decay to the group's end,
-  // over W.
-  __device__ __forceinline__ void FormU(int n, float (&acc)[32]) {
-    const uint32_t inverse = SharedAddress(sm_.inverse), work = SharedAddress(sm_.work[wg_]);
-    BarrierWait(&sm_.inverse_full, n & 1);
-    WgmmaFence();
+  // W^T as an A operand, from V and (K S)^T.
+  __device__ __forceinline__ void FormW(int n, const float (&acc)[32], uint32_t (&w)[4][4]) {
+    const int tid = Thread();
+    const uint32_t of_values = HiddenAddress(sm_.factors[n % 2].of_value) + 4 * Column(tid);
+    constexpr int kToState = offsetof(Factors, of_state) - offsetof(Factors, of_value);
+    const int lane = tid % 32;
+    const uint32_t values = OwnPart(n) + ValueOffset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      WgmmaN64<T, 0, 1>(acc, PanelDescriptor(inverse + k * kStepK),
-                        PanelDescriptor(work + k * kStepKTransposed), k > 0);
+      uint32_t v[4];
+      LoadTransposed(v, values + k * 16 * 32);
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        const int j = 2 * k + part;
+        const float2 of_value = LoadPair(of_values + 32 * j);
+        const float2 of_state = LoadPair(of_values + 32 * j + kToState);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 x = Unpack<T>(v[2 * part + half]);
+          w[k][2 * part + half] =
+              Pack<T>(of_value.x * x.x - of_state.x * acc[4 * j + 2 * half],
+                      of_value.y * x.y - of_state.y * acc[4 * j + 2 * half + 1]);
+        }
+      }
+      PinOperand(w[k]);
+    }
+  }
+
+  // 32 events of U^T = W^T T^T: T is lower triangular, so the first half of them needs half of W.
+  template <int kPart>
+  __device__ __forceinline__ void Solve(const uint32_t (&w)[4][4], float (&acc)[16]) {
+    const uint32_t inverse = UniformAddress(sm_.inverse) + kPart * 32 * 128;
+    FenceRegisters(acc);
+    WgmmaFence();
+#pragma unroll
+    for (int k = 0; k < 2 + 2 * kPart; ++k) {
+      WgmmaN32A<T, 0>(acc, w[k], PanelDescriptor(inverse + k * kStepK), k > 0);
     }
     WgmmaCommit();
     WgmmaWait<0>();
     FenceRegisters(acc);
-    WarpgroupBarrier();  // all four warps have read W
-    const Factors& f = sm_.factors[n % 2];
-    const bool scaled = Scaled(f);
-    const uint32_t base = CellBase(sm_.u[wg_], row_, column_);
-    const uint32_t decayed = CellBase(sm_.work[wg_], row_, column_);
+  }
+
+  // U^T to shared memory for the output side, and as an A operand for the update.
+  template <int kPart>
+  __device__ __forceinline__ void StoreU(int n, const float (&acc)[16], uint32_t (&u)[4][4]) {
+    const int tid = Thread();
+    const uint32_t base = CellBase(sm_.u[n % 2], Row(tid), Column(tid));
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = row_ + 8 * half;
-      const float norm = f.k_norm[i];
+    for (int i = 0; i < 4; ++i) {
+      const int j = 4 * kPart + i;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        acc[4 * j + 2 * half] *= norm;
-        acc[4 * j + 2 * half + 1] *= norm;
-        StoreCell((base ^ (j << 4)) + half * 1024,
-                  Pack<T>(acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]));
-      }
-      if (scaled) continue;
-      const bool live = f.token[i] != kNoToken;
-      const float2 gate = live ? f.gate[i] : f.after;
-      const float decay = Decay(f.after.x, f.after.y, gate.x, gate.y);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        StoreCell((decayed ^ (j << 4)) + half * 1024,
-                  Pack<T>(decay * acc[4 * j + 2 * half], decay * acc[4 * j + 2 * half + 1]));
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t word = Pack<T>(acc[4 * i + 2 * half], acc[4 * i + 2 * half + 1]);
+        StoreCell((base ^ (j << 4)) + half * 1024, word);
+        u[j / 2][j % 2 * 2 + half] = word;
       }
     }
-    ProxyFence();
-    WarpgroupBarrier();
+  }
+  // Out of the scaled frame the update takes U decayed to the group's end.
+  __device__ __forceinline__ void DecayU(int n, uint32_t (&u)[4][4]) {
+    const uint32_t to_end = HiddenAddress(sm_.factors[n % 2].to_end) + 4 * Column(Thread());
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 decay = LoadPair(to_end + 32 * j);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 x = Unpack<T>(u[j / 2][j % 2 * 2 + half]);
+        u[j / 2][j % 2 * 2 + half] = Pack<T>(decay.x * x.x, decay.y * x.y);
+      }
+      if (j % 2 == 1) PinOperand(u[j / 2]);
+    }
   }
 
   __device__ __forceinline__ void DecayState(float decay) {
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
-#pragma unroll
-      for (int i = 0; i < 32; ++i) s_[b][i] *= decay;
-      FenceRegisters(s_[b]);
-    }
+    for (int i = 0; i < 64; ++i) s_[i] *= decay;
+    FenceRegisters(s_);
   }
-  __device__ __forceinline__ void UpdateState(int n) {
+  __device__ __forceinline__ void UpdateState(int n, uint32_t (&u)[4][4]) {
     const Factors& f = sm_.factors[n % 2];
-    const float decay = Decay(f.after.x, f.after.y, f.before.x, f.before.y);
-    const bool scaled = Scaled(f);
-    const uint32_t keys = SharedAddress(sm_.key[n % 2]);
-    const uint32_t u = SharedAddress(scaled ? sm_.u[wg_] : sm_.work[wg_]);
+    const float decay = f.decay;
+    const bool scaled = f.scaled != 0;
+    const uint32_t keys = UniformAddress(sm_.key[n % 3]);
     if ((f.writes[0] | f.writes[1]) == 0) {  // nothing is written: -0 stays -0
       DecayState(decay);
-      WarpgroupBarrier();
       return;
     }
-    if (!scaled) DecayState(decay);
+    if (!scaled) {
+      DecayU(n, u);
+      DecayState(decay);
+    }
+    FenceRegisters(s_);
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        WgmmaN64<T, 1, 1>(s_[b], PanelDescriptor(keys + b * kPanel + k * kStepKTransposed),
-                          PanelDescriptor(u + k * kStepKTransposed), 1);
-      }
+      WgmmaN128A<T, 1>(s_, u[k], PanelDescriptor(keys + k * kStepKTransposed, kPanel), 1);
     }
     WgmmaCommit();
     WgmmaWait<0>();
-    FenceRegisters(s_[0]);
-    FenceRegisters(s_[1]);
+    FenceRegisters(s_);
     if (scaled) DecayState(decay);
-    WarpgroupBarrier();  // the work panel may be overwritten
   }
 
   __device__ __forceinline__ void TakeSnapshot(int n) {
-    if (!snapshots_) return;
     const SequenceParams& s = p_.sequences[job_.seq];
+    if (s.snapshot_every <= 0) return;
     const int64_t position = job_.first_position + (sm_.rows[n % 4].end - job_.row0);
     if (position % s.snapshot_every != 0) return;
     const int64_t index = position / s.snapshot_every - job_.first_position / s.snapshot_every - 1;
     StoreState(p_.snapshots, s.snapshot_index + index);
   }
 
-  // The serial chain of group n, whose keys, values, factors, T and published state are in place.
-  __device__ __forceinline__ void Advance(int n) {
-    const bool own = n >= job_.warm_groups;
-    if (own) BarrierArriveWarp(&sm_.state_full);
-    if (n + 1 < job_.groups) {
-      CopyKeys(n + 1);
-      FetchFactors(n + 1);
-      if (n + 2 < job_.groups) FetchRows();
-    }
-    CopyCommit();
-    float acc[32];
-    FormW(n, acc);
-    FormU(n, acc);
-    if (own) BarrierArriveWarp(&sm_.u_full);
-    UpdateState(n);
-    if (own) TakeSnapshot(n);
-    if (n + 2 < job_.groups) PutRows(n + 2);
+  // All outputs of group n are formed: its slots are free.
+  __device__ __forceinline__ void AwaitOutputs(int n) {
+    const int m = n - job_.warm_groups;
+    if (m >= 0) BarrierWait(&sm_.group_done[m & 1], m / 2 & 1);
   }
 
-  // Values, factors and T of group n; its rows are known and its keys under way.
-  __device__ __forceinline__ void Prepare(int n) {
-    CopyValues(n);
+  // The serial chain of group n, whose keys, factors and S_B are in place and whose values and T
+  // are under way. Of the output side it needs to be past group n - 1 only before those of n + 1
+  // take their place.
+  __device__ __forceinline__ void Advance(int n) {
+    const bool more = n + 1 < job_.groups;
+    if (more) CopyKeys(n + 1);
     CopyCommit();
-    PutFactors(n);
+    uint32_t w[4][4], u[4][4];
+    {
+      float acc[32];
+      ApplyState(n, acc);
+      FormW(n, acc, w);
+    }
+    BarrierWait(&sm_.inverse_full, n & 1);
+    {
+      float acc[16];
+      Solve<1>(w, acc);  // first, so that half of W is spent before U needs registers
+      StoreU<1>(n, acc, u);
+      Solve<0>(w, acc);
+      StoreU<0>(n, acc, u);
+    }
+    ProxyFence();
+    const int m = n - job_.warm_groups;
+    if (m >= 0) BarrierArriveWarp(&sm_.u_full[m & 1]);
+    fetched_ = {};  // defined on every path, or it would occupy registers all the time
+    if (more) {
+      FetchFactors(n + 1, &fetched_);
+      if (n + 2 < job_.groups) {
+        FetchRows(n, &fetched_);
+        MoveCursor(n);
+      }
+      AwaitOutputs(n - 1);
+      CopyValues(n + 1);
+    }
+    CopyCommit();
+    UpdateState(n, u);
+    if (m >= 0) TakeSnapshot(n);
+  }
+
+  // Publishes S_B, keys and factors of group n and starts the copy of its T.
+  __device__ __forceinline__ void Begin(int n) {
+    PutFactors(n, fetched_);
+    if (n > 0 && n + 1 < job_.groups) PutRows(n + 1, fetched_);
+    StoreStart(n);
     CopyWait<1>();  // the keys
     ProxyFence();
     StateBarrier();
+    const int m = n - job_.warm_groups;
+    if (m >= 0) BarrierArriveWarp(&sm_.state_full[m & 1]);
     FetchInverse(n);
-    if (n > 0 && tid_ == 0) NextGroup(job_, &sm_.cursor);
   }
 
-  const Params& p_;
-  Shared& sm_;
-  const Job& job_;
-  int tid_, wg_;
-  int row_, column_;  // of this thread in a 64-row accumulator
-  bool snapshots_;
-  int fetched_row_ = 0;
-  float2 fetched_gate_;
-  float fetched_beta_ = 0.0f, fetched_norm_ = 0.0f;
-  float s_[2][32];
+  typename Base::Fetched fetched_;
+  float s_[64];
 };
 
 }  // namespace sparsegdn::cuda::fused

@@ -19,6 +19,18 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// An address behind the optimiser's back: what is computed from it is not kept in registers across
+// the loop around it.
+__device__ __forceinline__ uint32_t HiddenAddress(const void* p) {
+  uint32_t address = SharedAddress(p);
+  asm volatile("" : "+r"(address));
+  return address;
+}
+// The same for operands: equal in all lanes, so that descriptors are made in uniform registers.
+__device__ __forceinline__ uint32_t UniformAddress(const void* p) {
+  return __shfl_sync(0xffffffffu, HiddenAddress(p), 0);
+}
+
 // Byte offset of element `column` of row `row` in a panel.
 __device__ __forceinline__ uint32_t PanelOffset(int row, int column) {
   return static_cast<uint32_t>(row * 128 + (((column >> 3) ^ (row & 7)) << 4) + (column & 7) * 2);
@@ -37,12 +49,26 @@ __device__ __forceinline__ uint32_t LoadCell(uint32_t address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
   return x;
 }
+// Two floats, where they stand in the program: the optimiser would load whole tables ahead.
+__device__ __forceinline__ float2 LoadPair(uint32_t address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+  return x;
+}
 __device__ __forceinline__ uint4 LoadPiece(uint32_t address) {
   uint4 x;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                : "r"(address)
                : "memory");
+  return x;
+}
+// 16 bytes of an input that no kernel writes; issued here, awaited at their first use.
+__device__ __forceinline__ uint4 LoadInput(const void* from) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from));
   return x;
 }
 __device__ __forceinline__ void StoreCell(uint32_t address, uint32_t x) {
@@ -80,6 +106,12 @@ template <int kCount>
 __device__ __forceinline__ void FenceRegisters(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Packs an A operand here: the optimiser would keep its fp32 halves until the product.
+__device__ __forceinline__ void PinOperand(uint32_t (&a)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[i])::"memory");
 }
 
 // 16 bytes to shared memory, zeros where `valid` is false (then `from` is not read).
@@ -146,6 +178,16 @@ __device__ __forceinline__ void CopyBox(uint32_t to, const void* map, uint64_t* 
       : "memory");
 }
 
+// The same boxes or bytes towards L2 only, so that a later copy finds them near.
+__device__ __forceinline__ void PrefetchBox(const void* map, int element, int head, int token) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map),
+               "r"(element), "r"(head), "r"(token)
+               : "memory");
+}
+__device__ __forceinline__ void PrefetchBytes(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // The way back; completion by bulk groups of the issuing thread.
 __device__ __forceinline__ void StoreBoxFrom(uint32_t from, const void* map, int element, int head,
                                              int token) {
@@ -159,6 +201,14 @@ __device__ __forceinline__ void StoreBoxFrom(uint32_t from, const void* map, int
 // Four 8 x 8 matrices of 16-bit elements, row addresses from lanes 8 i .. 8 i + 7.
 __device__ __forceinline__ void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ __forceinline__ void LoadTransposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
                : "memory");

@@ -34,6 +34,7 @@ struct Workspace {
   float* beta;              // [Hv, num_tokens]
   void* inverses;           // [Hv, inverse_slots, 64, 64] T per group, as panels (panel.cuh)
   int64_t inverse_slots;
+  void* jobs;     // [segments, Hv] of kJobBytes: what each block of the fused kernel works on
   float* q_norm;  // [Hk, num_tokens] 1 / |q|, only with normalize_qk
   float* k_norm;  // [Hk, num_tokens]
   int64_t windows;
@@ -63,6 +64,8 @@ struct Params {
   uint32_t* status;
   Workspace ws;
 };
+
+inline constexpr int64_t kJobBytes = 256;
 
 // A sequence is split into at most ceil(length / kSegmentTokens) time segments.
 inline constexpr int64_t kSegmentTokens = 1024;

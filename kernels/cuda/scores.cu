@@ -19,10 +19,9 @@ constexpr int kGateWarp = 32 * kGateRounds;  // tokens a warp sums
 constexpr double kLog2E = 1.4426950408889634;
 static_assert(kGateHeads * kWindow / kGateWarp == kThreads / 32);
 
-// BETA keys have 17 bits of score and 11 of offset, plus one for the 0 of NaN; WRITE_NORM 26 + 11
-// + 1.
+// z + 1 takes 17 bits for BETA and 26 for WRITE_NORM; 0 stands for NaN and for no token.
 constexpr int kEach = kWindow / kThreads;
-constexpr int kShortKeyBits = 29, kLongKeyBits = 38;
+constexpr int kShortScoreBits = 17, kLongScoreBits = 26;
 template <typename Key>
 using BlockSort = cub::BlockRadixSort<Key, kThreads, kEach>;
 template <typename Key>
@@ -62,7 +61,13 @@ __device__ uint64_t StoredKey(float score, uint32_t offset, int32_t limit) {
   return z == selection::kNeverSelected ? 0 : selection::PairKey(z, offset) + 1;
 }
 
-// keys[i] for the window's free tokens i in [0, n).
+// The place of a key before the sort: by reversed offset, so that the sort, which is stable, has
+// only the scores to compare.
+__device__ __forceinline__ int Place(uint32_t offset) {
+  return static_cast<int>(__brev(offset) >> (32 - selection::kOffsetBits));
+}
+
+// Keys of the window's free tokens i in [0, n), each in its place.
 __device__ void FillKeys(const Params& p, Selector selector, int64_t row, uint32_t offset, int n,
                          int pair, uint64_t* keys) {
   const int h0 = pair * p.ratio;
@@ -72,7 +77,7 @@ __device__ void FillKeys(const Params& p, Selector selector, int64_t row, uint32
       for (int h = 1; h < p.ratio; ++h) {
         s = selection::CombineScores(s, LoadElement(p.beta, row + i, h0 + h, 0));
       }
-      keys[i] = StoredKey(s, offset + i, 1 << 16);
+      keys[Place(offset + i)] = StoredKey(s, offset + i, 1 << 16);
     }
     return;
   }
@@ -83,25 +88,28 @@ __device__ void FillKeys(const Params& p, Selector selector, int64_t row, uint32
       const float x = selection::MulRn(beta, WarpRowNorm(p, row + i, h0 + h));
       s = h == 0 ? x : selection::CombineScores(s, x);
     }
-    if (threadIdx.x % 32 == 0) keys[i] = StoredKey(s, offset + i, selection::kMaxFixedScore);
+    if (threadIdx.x % 32 == 0) {
+      keys[Place(offset + i)] = StoredKey(s, offset + i, selection::kMaxFixedScore);
+    }
   }
 }
 
-// Sorts keys[0, size) in descending order; size <= kWindow. Keys fit kBits.
-template <typename Key, int kBits>
-__device__ void SortDescending(uint64_t* keys, int size, Sorter<Key>* storage) {
-  Key own[kEach];
+// Sorts keys[0, kWindow) in descending order; equal scores stand in order already.
+template <typename Key, int kScoreBits>
+__device__ void SortDescending(uint64_t* keys, Sorter<Key>* storage) {
+  constexpr Key kOne = Key{1} << selection::kOffsetBits;
+  Key own[kEach];  // score + 1 above the key's low bits
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const int at = threadIdx.x * kEach + i;
-    own[i] = at < size ? static_cast<Key>(keys[at]) : 0;
+    const uint64_t key = keys[threadIdx.x * kEach + i];
+    own[i] = key == 0 ? 0 : static_cast<Key>(key - 1) + kOne;
   }
   __syncthreads();
-  BlockSort<Key>(*storage).SortDescendingBlockedToStriped(own, 0, kBits);
+  BlockSort<Key>(*storage).SortDescendingBlockedToStriped(own, selection::kOffsetBits,
+                                                          selection::kOffsetBits + kScoreBits);
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const int at = threadIdx.x + i * kThreads;
-    if (at < size) keys[at] = own[i];
+    keys[threadIdx.x + i * kThreads] = own[i] == 0 ? 0 : uint64_t{own[i] - kOne} + 1;
   }
   __syncthreads();
 }
@@ -155,15 +163,14 @@ __device__ void ScoreBlock(const Params& p, int window, int pair, SortScratch* s
       selection::NonForced(w.position, w.position + w.length, s.prompt_tokens, s.budget);
   const int n = static_cast<int>(free.end - free.begin);
   const int64_t row = w.begin + (free.begin - w.position);
-  int size = 64;
-  while (size < n) size *= 2;
+  for (int i = threadIdx.x; i < kWindow; i += kThreads) keys[i] = 0;
+  __syncthreads();
   FillKeys(p, s.budget.selector, row, static_cast<uint32_t>(free.begin % kWindow), n, pair, keys);
-  for (int i = n + threadIdx.x; i < size; i += kThreads) keys[i] = 0;
   __syncthreads();
   if (s.budget.selector == Selector::kBeta) {
-    SortDescending<uint32_t, kShortKeyBits>(keys, size, &sort->narrow);
+    SortDescending<uint32_t, kShortScoreBits>(keys, &sort->narrow);
   } else {
-    SortDescending<uint64_t, kLongKeyBits>(keys, size, &sort->wide);
+    SortDescending<uint64_t, kLongScoreBits>(keys, &sort->wide);
   }
   uint64_t sum = 0, valid = 0;
   for (int i = threadIdx.x; i < n; i += kThreads) {
@@ -178,7 +185,7 @@ __device__ void ScoreBlock(const Params& p, int window, int pair, SortScratch* s
   int quota = 0;
   if (s.budget.mode == BudgetMode::kCoverage) {
     const auto limits = selection::ComputeWindowLimits(s.budget, n, p.shape.num_k_heads);
-    int64_t count = CoveragePrefix(keys, size, s.budget.coverage, scratch);
+    int64_t count = CoveragePrefix(keys, kWindow, s.budget.coverage, scratch);
     count = count < limits.lo ? limits.lo : count;
     count = count > limits.hi ? limits.hi : count;
     quota = static_cast<int>(count < static_cast<int64_t>(valid) ? count : valid);

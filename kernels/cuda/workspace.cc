@@ -46,6 +46,7 @@ size_t LayoutWorkspace(const GdnShape& shape, int64_t num_tokens, int32_t num_se
   w.beta = arena.Take<float>(hv * num_tokens);
   w.inverse_slots = num_tokens / kGroup + 2 * w.windows;
   w.inverses = arena.Take<uint16_t>(hv * w.inverse_slots * kGroup * kGroup);
+  w.jobs = arena.Take<char>(w.segments * hv * kJobBytes);
   w.q_norm = arena.Take<float>(hk * num_tokens);
   w.k_norm = arena.Take<float>(hk * num_tokens);
   if (carve != nullptr) *carve = w;
