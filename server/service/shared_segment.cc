@@ -5,6 +5,7 @@
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -23,6 +24,8 @@ constexpr size_t kNameBytes = sizeof(kPrefix) - 1 + 32;
 constexpr uint64_t kAlign = 64;
 // A spare that nobody took for so long gives its memory back.
 constexpr auto kSpareLife = std::chrono::seconds(60);
+// While hand-offs run, the next spare waits for so long after the last one began.
+constexpr auto kSpareDelay = std::chrono::seconds(1);
 // A call may be given a spare that is larger than it needs by its own size, or by this.
 constexpr uint64_t kSpareSlack = uint64_t{64} << 20;
 constexpr uint64_t kPopulateStep = uint64_t{8} << 20;
@@ -64,7 +67,7 @@ SharedSegment::~SharedSegment() {
   unlink(pool_->PathOf(name_).c_str());
   if (map_ != nullptr) munmap(map_, bytes_);
   close(fd_);  // after the name is gone, so that nobody finds it without a lock
-  pool_->Forget(bytes_);
+  pool_->Forget(bytes_, in_use_);
 }
 
 absl::Status SharedSegment::Write(uint64_t offset, std::string_view data) {
@@ -143,10 +146,10 @@ absl::StatusOr<std::unique_ptr<SharedSegment>> SegmentPool::Create(uint64_t byte
   {
     std::lock_guard lock(mutex_);
     spare_wanted_ = std::max(spare_wanted_, bytes);
-    spare_expires_ = std::chrono::steady_clock::now() + kSpareLife;
-    changed_.notify_all();
+    last_created_ = std::chrono::steady_clock::now();
+    spare_expires_ = last_created_ + kSpareLife;
     if (std::unique_ptr<SharedSegment> spare = TakeSpareLocked(bytes)) {
-      ++created_;
+      HandOutLocked(*spare);
       return spare;
     }
     if (spare_ != nullptr && live_bytes_ + bytes > max_bytes_) useless = std::move(spare_);
@@ -162,12 +165,18 @@ absl::StatusOr<std::unique_ptr<SharedSegment>> SegmentPool::Create(uint64_t byte
   absl::StatusOr<std::unique_ptr<SharedSegment>> segment = Make(bytes);
   std::lock_guard lock(mutex_);
   if (segment.ok()) {
-    ++created_;
+    HandOutLocked(**segment);
   } else {
     ++refused_;
     live_bytes_ -= bytes;
   }
   return segment;
+}
+
+void SegmentPool::HandOutLocked(SharedSegment& segment) {
+  ++created_;
+  ++in_use_;
+  segment.in_use_ = true;
 }
 
 // No spare while a call of its size would be refused for it, nor in a full file system: the next
@@ -217,15 +226,20 @@ absl::StatusOr<std::unique_ptr<SharedSegment>> SegmentPool::Make(uint64_t bytes)
   }
 }
 
-void SegmentPool::Forget(uint64_t bytes) {
-  std::lock_guard lock(mutex_);
-  live_bytes_ -= bytes;
+void SegmentPool::Forget(uint64_t bytes, bool was_in_use) {
+  {
+    std::lock_guard lock(mutex_);
+    live_bytes_ -= bytes;
+    in_use_ -= was_in_use;
+  }
+  changed_.notify_all();
 }
 
 void SegmentPool::Linger(std::unique_ptr<SharedSegment> segment) {
   std::unique_ptr<SharedSegment> dropped;
   {
     std::lock_guard lock(mutex_);
+    in_use_ -= std::exchange(segment->in_use_, false);
     if (stop_ || linger_.count() == 0) {
       dropped = std::move(segment);
     } else {
@@ -236,6 +250,7 @@ void SegmentPool::Linger(std::unique_ptr<SharedSegment> segment) {
 }
 
 void SegmentPool::Watch() {
+  setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), 10);  // of this thread alone
   std::unique_lock lock(mutex_);
   while (!stop_) {
     const SteadyTime now = std::chrono::steady_clock::now();
@@ -246,13 +261,16 @@ void SegmentPool::Watch() {
     } else if (spare_wanted_ > 0 && spare_expires_ <= now) {
       gone = std::move(spare_);
       spare_wanted_ = 0;
-    } else if (spare_wanted_ > 0 && spare_ == nullptr) {
+    } else if (spare_wanted_ > 0 && spare_ == nullptr &&
+               (in_use_ == 0 || now >= last_created_ + kSpareDelay)) {
       MakeSpare(lock);
       continue;
     } else {
       SteadyTime next = now + std::chrono::hours(1);
       if (!lingering_.empty()) next = std::min(next, lingering_.front().until);
       if (spare_wanted_ > 0) next = std::min(next, spare_expires_);
+      if (spare_wanted_ > 0 && spare_ == nullptr)
+        next = std::min(next, last_created_ + kSpareDelay);
       changed_.wait_until(lock, next);
       continue;
     }

@@ -150,7 +150,7 @@ int Measure(const Load& load, const Export& data, std::vector<Way>& ways, const 
   for (int round = 0; round < load.rounds; ++round) {
     for (Way& way : ways) {
       // What the last way left to be given back must not run on this one's time.
-      std::this_thread::sleep_for(std::chrono::milliseconds(600));
+      std::this_thread::sleep_for(std::chrono::milliseconds(2000));
       way.seconds.push_back(Run(*way.client, nullptr));
       if (way.seconds.back() < 0) return 1;
     }
