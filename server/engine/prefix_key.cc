@@ -74,6 +74,11 @@ PrefixKey PrefixSeed(const model::ModelInfo& model, int64_t chunk_windows, const
                        model.backend, "\ncompute=", static_cast<int>(model.compute_dtype),
                        "\nchunk_windows=", chunk_windows, "\nwindow=", kWindow, "\n"));
   sha.Add(BudgetText(budget));
+  if (budget.mode == BudgetMode::kRetention && !model.budget_profile.empty()) {
+    sha.Add("profile=");
+    for (const double weight : model.budget_profile) sha.Add(absl::StrCat(BitsOf(weight), ","));
+    sha.Add("\n");
+  }
   // Last and with its length, so that no tenant's name can look like another field.
   sha.Add(absl::StrCat("tenant=", tenant.size(), ":"));
   sha.Add(tenant);

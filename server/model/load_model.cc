@@ -1,9 +1,11 @@
 #include "server/model/load_model.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "server/model/budget_profile.h"
 #include "server/model/checkpoint.h"
 #include "server/model/config.h"
 #include "server/model/cpu_op_table.h"
@@ -51,6 +53,10 @@ absl::StatusOr<std::unique_ptr<ModelRunner>> LoadModel(const LoadOptions& option
   SPARSEGDN_ASSIGN_OR_RETURN(
       model.identity, ModelIdentity(options.dir, model.config, checkpoint, options.round_a_log,
                                     progress("identity")));
+  SPARSEGDN_ASSIGN_OR_RETURN(
+      model.profile,
+      FindBudgetProfile(options.budget_profile, options.dir,
+                        std::ranges::count(model.config.layers, LayerKind::kLinear)));
   model.limits = options.limits;
   model.round_a_log = options.round_a_log;
   model.name = NameOf(options.dir);

@@ -18,6 +18,7 @@ struct LoadOptions {
   std::string backend = "auto";  // "auto", "cpu" or "cuda"
   int num_threads = 0;           // CPU; 0: the cores this process may use
   bool round_a_log = false;      // as a BF16 load in transformers does (QWEN3.5 rounding of A_log)
+  std::string budget_profile;    // a file; "none"; "": budget_profile.json in dir, if it is there
   RunnerLimits limits;
   // Called on the loading thread: stage "identity" in bytes, "weights" in layers.
   std::function<void(std::string_view stage, int64_t done, int64_t total)> progress;

@@ -37,6 +37,7 @@ struct ModelInfo {
   DType weight_dtype = DType::kBF16;
   DType compute_dtype = DType::kF32;  // of conv states and KV as the sink receives them
   bool round_a_log = false;
+  std::vector<double> budget_profile;  // relative retention per GDN layer; empty: the same
 };
 
 // Fixed at creation; memory for all of it is reserved then.

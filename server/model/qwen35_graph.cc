@@ -55,7 +55,7 @@ absl::Status Qwen35Graph::RunCore(const StepPlan& plan, size_t layer, ConstRows 
   args.num_tokens = plan.pack.num_tokens;
   args.num_seqs = plan.pack.num_seqs;
   args.cu_seqlens = plan.pack.cu_seqlens;
-  args.sequences = m.sequences;
+  args.sequences = m.sequences + linear * seqs;
   args.q = part(0, shape.head_dim_k);
   args.k = part(key_dim, shape.head_dim_k);
   args.v = part(2 * key_dim, shape.head_dim_v);

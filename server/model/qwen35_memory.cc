@@ -94,7 +94,7 @@ void AllocateIndices(const ModelConfig& c, const RunnerLimits& limits, Allocator
   alloc.Array(m.slots, seqs, "slots");
   alloc.Array(m.first_positions, seqs, "positions");
   alloc.Array(m.block_tables, seqs * m.max_blocks, "block tables");
-  alloc.Array(m.sequences, seqs, "sequence parameters");
+  alloc.Array(m.sequences, std::max<int64_t>(1, linear) * seqs, "sequence parameters");
   alloc.Array(m.selected, linear * seqs * c.gdn.num_k_heads, "selected counts");
   alloc.Array(m.nonfinite, (linear + 1) * seqs, "flags");
   alloc.Array(m.gdn_status, std::max<int64_t>(1, linear), "flags");

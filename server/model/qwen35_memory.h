@@ -52,7 +52,7 @@ struct Qwen35Memory {
   int32_t* slots = nullptr;             // [S]
   int64_t* first_positions = nullptr;   // [S]
   int32_t* block_tables = nullptr;      // [S, max_blocks]
-  SequenceParams* sequences = nullptr;  // [S]
+  SequenceParams* sequences = nullptr;  // [linear layers, S of the step]
   int32_t* selected = nullptr;          // [linear layers, S, Hk]
   int32_t* nonfinite = nullptr;         // [linear layers + 1, S]; the last row is the stream's
   uint32_t* gdn_status = nullptr;       // [linear layers]

@@ -28,6 +28,7 @@ ModelInfo InfoOf(const Qwen35Options& options, const OpTable& ops) {
   info.attention_head_dim = c.head_dim;
   info.compute_dtype = ops.activation_dtype();
   info.round_a_log = options.round_a_log;
+  info.budget_profile = options.profile;
   return info;
 }
 
@@ -82,7 +83,8 @@ absl::Status Qwen35Runner::Step(std::span<const Chunk> chunks, StepSink& sink, S
   stats = StepStats{};
   SPARSEGDN_RETURN_IF_ERROR(CheckChunks(chunks, options_.config, options_.limits, slots_));
   if (chunks.empty()) return absl::OkStatus();
-  SPARSEGDN_ASSIGN_OR_RETURN(const StepPlan plan, MakePlan(chunks, slots_, memory_, *ops_));
+  SPARSEGDN_ASSIGN_OR_RETURN(const StepPlan plan,
+                             MakePlan(chunks, options_.profile, slots_, memory_, *ops_));
   SPARSEGDN_RETURN_IF_ERROR(graph_->Run(plan, sink, stats));
   for (const Chunk& chunk : chunks) {
     slots_.Find(chunk.slot)->position += std::ssize(chunk.tokens);

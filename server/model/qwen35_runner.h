@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "server/model/budget_profile.h"
 #include "server/model/checkpoint.h"
 #include "server/model/config.h"
 #include "server/model/model_runner.h"
@@ -24,8 +25,9 @@ struct Qwen35Options {
   ModelConfig config;
   RunnerLimits limits;
   bool round_a_log = false;
-  std::string name;                                                         // of the model
-  std::string identity;                                                     // 64 hex digits
+  BudgetProfile profile;  // one weight per GDN layer, or none
+  std::string name;       // of the model
+  std::string identity;   // 64 hex digits
   std::function<void(int64_t done_layers, int64_t total_layers)> progress;  // may be empty
 };
 

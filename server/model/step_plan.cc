@@ -96,6 +96,22 @@ void AddSequence(size_t index, const Chunk& chunk, StepPlan& plan) {
   }
 }
 
+// The sequences once for each GDN layer, [linear layers, S].
+std::vector<SequenceParams> LayerSequences(const std::vector<SequenceParams>& sequences,
+                                           const BudgetProfile& profile, const Qwen35Memory& m) {
+  const size_t linear = static_cast<size_t>(std::ranges::count_if(
+      m.layers, [](const Qwen35Memory::Layer& layer) { return layer.recurrent != nullptr; }));
+  std::vector<SequenceParams> all;
+  all.reserve(linear * sequences.size());
+  for (size_t i = 0; i < linear; ++i) all.insert(all.end(), sequences.begin(), sequences.end());
+  for (size_t s = 0; s < sequences.size(); ++s) {
+    const std::vector<Budget> budgets =
+        LayerBudgets(sequences[s].budget, profile, static_cast<int64_t>(linear));
+    for (size_t i = 0; i < linear; ++i) all[i * sequences.size() + s].budget = budgets[i];
+  }
+  return all;
+}
+
 template <typename T>
 absl::Status Upload(OpTable& ops, T* to, const std::vector<T>& from) {
   return ops.CopyIn(to, from.data(), from.size() * sizeof(T));
@@ -125,8 +141,8 @@ absl::Status CheckChunks(std::span<const Chunk> chunks, const ModelConfig& confi
   return absl::OkStatus();
 }
 
-absl::StatusOr<StepPlan> MakePlan(std::span<const Chunk> chunks, SlotPool& slots,
-                                  const Qwen35Memory& m, OpTable& ops) {
+absl::StatusOr<StepPlan> MakePlan(std::span<const Chunk> chunks, const BudgetProfile& profile,
+                                  SlotPool& slots, const Qwen35Memory& m, OpTable& ops) {
   StepPlan plan;
   plan.chunks = chunks;
   plan.cu_seqlens = {0};
@@ -149,7 +165,7 @@ absl::StatusOr<StepPlan> MakePlan(std::span<const Chunk> chunks, SlotPool& slots
   SPARSEGDN_RETURN_IF_ERROR(Upload(ops, m.slots, slot_of));
   SPARSEGDN_RETURN_IF_ERROR(Upload(ops, m.first_positions, first_positions));
   SPARSEGDN_RETURN_IF_ERROR(Upload(ops, m.block_tables, block_tables));
-  SPARSEGDN_RETURN_IF_ERROR(Upload(ops, m.sequences, plan.sequences));
+  SPARSEGDN_RETURN_IF_ERROR(Upload(ops, m.sequences, LayerSequences(plan.sequences, profile, m)));
   plan.pack = {static_cast<int32_t>(chunks.size()), static_cast<int64_t>(tokens.size()),
                m.cu_seqlens, m.slots, m.first_positions};
   return plan;

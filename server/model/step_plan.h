@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "server/model/budget_profile.h"
 #include "server/model/config.h"
 #include "server/model/model_runner.h"
 #include "server/model/op_table.h"
@@ -37,8 +38,8 @@ struct StepPlan {
   std::vector<int32_t> cu_seqlens;
   std::vector<HeadRow> head_rows;
   std::vector<Checkpoint> checkpoints;
-  PackArgs pack;  // device pointers
-  std::vector<SequenceParams> sequences;
+  PackArgs pack;                          // device pointers
+  std::vector<SequenceParams> sequences;  // budgets as requested
 };
 
 // INVALID_ARGUMENT naming the chunk's field, got, wanted: more tokens or chunks than the limits, an
@@ -47,9 +48,9 @@ struct StepPlan {
 absl::Status CheckChunks(std::span<const Chunk> chunks, const ModelConfig& config,
                          const RunnerLimits& limits, SlotPool& slots);
 
-// Lays the (checked) chunks out and copies the indices in.
-absl::StatusOr<StepPlan> MakePlan(std::span<const Chunk> chunks, SlotPool& slots,
-                                  const Qwen35Memory& memory, OpTable& ops);
+// Lays the (checked) chunks out and copies the indices in, budgets shared out by `profile`.
+absl::StatusOr<StepPlan> MakePlan(std::span<const Chunk> chunks, const BudgetProfile& profile,
+                                  SlotPool& slots, const Qwen35Memory& memory, OpTable& ops);
 
 }  // namespace sparsegdn::model
 

@@ -28,6 +28,7 @@ struct ServerConfig {
   std::string backend = "auto";
   int64_t threads = 0;  // 0: the cores this process may use
   bool round_a_log = false;
+  std::string budget_profile;  // a file; "none"; empty: beside the model, if there is one
 
   std::string listen = "127.0.0.1:50051";
   std::string metrics_listen = "127.0.0.1:9464";  // empty: no HTTP listener

@@ -23,6 +23,9 @@ const Option kOptions[] = {
      "CPU threads; 0 takes the cores this process may use"},
     {"round-a-log", "model.round_a_log", &C::round_a_log, "", 0, 0,
      "round A_log and the gated norm's weight to BF16 at load, as a BF16 load in transformers"},
+    {"budget-profile", "model.budget_profile", &C::budget_profile, "", 0, 0,
+     "file of relative retentions per GDN layer; unset: budget_profile.json beside the model, if "
+     "there is one; none: every layer alike"},
 
     {"listen", "listen", &C::listen, "", 0, 0,
      "host:port or unix:/path for gRPC, several with commas between; port 0 takes a free one"},

@@ -56,6 +56,7 @@ absl::StatusOr<model::LoadOptions> ToLoadOptions(const ServerConfig& config) {
   options.backend = config.backend;
   options.num_threads = static_cast<int>(config.threads);
   options.round_a_log = config.round_a_log;
+  options.budget_profile = config.budget_profile;
   model::RunnerLimits& limits = options.limits;
   limits.state_slots = static_cast<int32_t>(config.state_slots);
   limits.max_batch_tokens = BatchTokens(config);

@@ -33,7 +33,7 @@ class Outcome:
     events: tuple
 
 
-def _log_softmax(logits):
+def log_softmax(logits):
     logits = logits.astype(np.float64)
     logits -= logits.max(axis=1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -98,7 +98,7 @@ def run(client, info, example, budget, tokenizer=None):
         decoder.close()
     usage = done.result.usage
     return Outcome(score, -float(np.mean(done.snapshot["prompt_logprobs"])),
-                   _log_softmax(done.snapshot["logits"]), dict(done.result.retained), seconds,
+                   log_softmax(done.snapshot["logits"]), dict(done.result.retained), seconds,
                    (usage.events_selected, usage.events_total))
 
 

@@ -324,6 +324,11 @@ TEST(PrefixReuse, AnotherModelOrChunkingHasOtherKeys) {
   EXPECT_NE(engine::PrefixSeed(other, 1, budget, "t"), base);
   EXPECT_NE(engine::PrefixSeed(SmallHybridInfo(DType::kBF16), 1, budget, "t"), base);
   EXPECT_NE(engine::PrefixSeed(info, 2, budget, "t"), base);
+  other = info;
+  other.budget_profile = {1.0, 2.0};
+  Budget sparse = budget;
+  sparse.mode = BudgetMode::kRetention;
+  EXPECT_NE(engine::PrefixSeed(other, 1, sparse, "t"), engine::PrefixSeed(info, 1, sparse, "t"));
   EXPECT_EQ(engine::PrefixSeed(info, 1, budget, "t"), base);
 }
 
