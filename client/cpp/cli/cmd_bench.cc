@@ -3,11 +3,13 @@
 #include <chrono>
 #include <cstdio>
 #include <mutex>
-#include <random>
 #include <thread>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "cli/bench_common.h"
+#include "cli/cmd_load.h"
 #include "cli/commands.h"
 #include "cli/render.h"
 #include "cli/request.h"
@@ -72,23 +74,11 @@ struct Cell {
   }
 };
 
-// Every request has its own tokens, a function of seed, length and index alone.
-v1::PrefillRequest MakeRequest(const v1::PrefillRequest& base, int64_t length, int64_t index,
-                               uint32_t vocab_size, int64_t seed) {
-  v1::PrefillRequest request = base;
-  std::seed_seq sequence{seed, length, index};
-  std::mt19937_64 random(sequence);
-  for (int64_t i = 0; i < length; ++i) {
-    request.add_token_ids(static_cast<int32_t>(random() % vocab_size));
-  }
-  return request;
-}
-
 void RunCell(Session* session, const v1::PrefillRequest& base, const Options& options,
              int64_t length, uint32_t vocab_size, Cell* cell) {
   for (int64_t i = 0; i < options.warmup; ++i) {
     auto warm = session->client->Prefill(
-        MakeRequest(base, length, -1 - i, vocab_size, options.seed), session->call);
+        BenchRequest(base, length, -1 - i, vocab_size, options.seed), session->call);
     if (!warm.ok()) return cell->Add(warm);
   }
   std::atomic<int64_t> next{0};
@@ -97,7 +87,7 @@ void RunCell(Session* session, const v1::PrefillRequest& base, const Options& op
   for (int64_t w = 0; w < options.concurrency; ++w) {
     workers.emplace_back([&] {
       for (int64_t i = next++; i < options.requests && !Interrupt().cancelled(); i = next++) {
-        cell->Add(session->client->Prefill(MakeRequest(base, length, i, vocab_size, options.seed),
+        cell->Add(session->client->Prefill(BenchRequest(base, length, i, vocab_size, options.seed),
                                            session->call));
       }
     });
@@ -110,11 +100,7 @@ void RunCell(Session* session, const v1::PrefillRequest& base, const Options& op
 double Quantile(const std::vector<Sample>& samples, double Sample::*field, double q) {
   std::vector<double> values;
   for (const Sample& sample : samples) values.push_back(sample.*field);
-  if (values.empty()) return 0;
-  std::sort(values.begin(), values.end());
-  // Nearest rank: always a value that was measured.
-  const size_t rank = static_cast<size_t>(q * static_cast<double>(values.size()) + 0.999999);
-  return values[std::clamp<size_t>(rank, 1, values.size()) - 1];
+  return Percentile(std::move(values), q);
 }
 
 Json QuantilesJson(const std::vector<Sample>& samples, double Sample::*field) {
@@ -159,25 +145,22 @@ constexpr char kTableHead[] =
     "p90    tokens/s  snapshots\n";
 
 absl::Status Run(const Args& args) {
+  if (args.Has("rate")) return RunOpenLoop(args);
+  for (const Flag& flag : OpenLoopFlags().flags) {
+    if (args.Has(flag.name)) return UsageError(absl::StrCat("--", flag.name, " needs --rate"));
+  }
   absl::StatusOr<Options> options = ReadOptions(args);
   if (!options.ok()) return options.status();
-  v1::PrefillRequest base;
-  absl::Status status = ApplyBudget(args, base.mutable_budget());
-  if (status.ok()) status = ApplyCall(args, &base);
-  if (status.ok()) status = ApplyOutputs(args, 0, base.mutable_outputs());
-  if (!status.ok()) return status;
-  absl::StatusOr<Session> session = Session::Open(args);
-  if (!session.ok()) return session.status();
-  base.set_tenant(session->tenant);
-  absl::StatusOr<v1::ModelInfo> info = session->client->Info(session->call);
-  if (!info.ok()) return info.status();
-  if (info->vocab_size() == 0) return absl::InternalError("the server names no vocab_size");
+  absl::StatusOr<BenchTarget> target = OpenBench(args);
+  if (!target.ok()) return target.status();
+  Session* const session = &target->session;
+  const v1::ModelInfo* const info = &target->info;
   Json cells = Json::array();
   if (!session->json) std::fputs(kTableHead, stdout);
   absl::Status first_error;
   for (int64_t length : options->lengths) {
     Cell cell;
-    RunCell(&*session, base, *options, length, info->vocab_size(), &cell);
+    RunCell(session, target->base, *options, length, info->vocab_size(), &cell);
     cells.push_back(CellJson(cell, length));
     if (!session->json) std::fputs(CellRow(cells.back()).c_str(), stdout);
     if (first_error.ok()) first_error = cell.first_error;
@@ -202,17 +185,22 @@ Command BenchCommand() {
   return {
       "bench",
       "",
-      "measure the service: N requests from C callers in a closed loop",
-      "Random prompts (a fixed seed) of each length; every caller waits for its snapshot before\n"
-      "it sends the next prompt. Times in seconds: queue and engine as the server saw them,\n"
-      "first chunk and snapshot as seen here.\n\n"
-      "  sparsegdn bench --lengths 1024,4096 --requests 32 --concurrency 4\n",
-      {{"Load",
+      "measure the service: N requests from C callers, or arrivals at a rate",
+      "Closed loop: random prompts (a fixed seed) of each length; every caller waits for its\n"
+      "snapshot before it sends the next prompt. Times in seconds: queue and engine as the server\n"
+      "saw them, first chunk and snapshot as seen here.\n\n"
+      "  sparsegdn bench --lengths 1024,4096 --requests 32 --concurrency 4\n\n"
+      "Open loop, with --rate: prompts arrive when they arrive, however long the service takes.\n"
+      "Times count from the planned arrival. A full queue, a deadline, a cancelled call and a\n"
+      "server that is away are results; any other error, or no completed call, is a failure.\n\n"
+      "  sparsegdn bench --rate 20 --seconds 30 --mix 256:0.7,4096:0.3 --objective-ms 500\n",
+      {{"Closed loop",
         {{"lengths", "N,...", "Prompt lengths in tokens (default 1024)."},
          {"requests", "N", "Requests for each length (default 16)."},
          {"concurrency", "N", "Callers at the same time (default 1)."},
-         {"warmup", "N", "Requests before the clock starts (default 1)."},
-         {"seed", "N", "Of the random tokens (default 1)."}}},
+         {"warmup", "N", "Requests before the clock starts, in both loops (default 1)."},
+         {"seed", "N", "Of the random tokens and arrivals, in both loops (default 1)."}}},
+       OpenLoopFlags(),
        BudgetFlags(),
        OutputFlags(),
        CallFlags(),
