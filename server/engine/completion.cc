@@ -130,6 +130,11 @@ void EngineImpl::ReleaseSlot(Request& request) {
 // The gauges no longer count the request when its reader sees the end.
 void EngineImpl::Close(Request& request, absl::Status status) {
   if (request.admitted) running_count_.fetch_sub(1, std::memory_order_relaxed);
+  {
+    std::lock_guard lock(queue_mutex_);
+    tenants_.Leave(request.plan.request.tenant, std::ssize(request.plan.request.tokens),
+                   request.admitted);
+  }
   request.stream->Close(std::move(status));
   active_.fetch_sub(1, std::memory_order_acq_rel);
 }

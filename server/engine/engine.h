@@ -30,6 +30,8 @@ struct EngineLimits {
   int64_t max_queue_tokens = 4 << 20;
   int64_t max_queue_bytes = 256 << 20;             // host memory of queued requests
   int64_t max_prompt_tokens = 0;                   // 0: the model's context limit
+  int64_t max_tenant_requests = 0;                 // of one tenant, waiting and running; 0: any
+  int64_t max_tenant_tokens = 0;                   // their tokens; 0: any
   int64_t max_buffered_bytes_per_call = 64 << 20;  // unread frames before a call is paused
   int64_t max_buffered_bytes = int64_t{1} << 30;   // over all calls, unread frames
   double slow_reader_timeout_seconds = 30.0;       // a paused call whose reader takes nothing fails
@@ -46,7 +48,7 @@ struct EngineConfig {
   int64_t prefix_cache_bytes = 0;  // of states and KV at window boundaries, for reuse; 0: none
   std::shared_ptr<PrefixStore> prefix_remote;  // behind the one in memory; null: none
   double prefix_fetch_seconds = 2.0;           // longest that a request waits for it
-  int64_t frame_bytes = 1 << 20;      // of a TensorChunk, <= 3 MiB
+  int64_t frame_bytes = 1 << 20;               // of a TensorChunk, <= 3 MiB
   double stuck_step_seconds = 600.0;  // a step running longer makes healthy() false; 0: never
   EngineLimits limits;
 };

@@ -22,6 +22,8 @@ absl::Status ValidateLimits(const EngineLimits& limits) {
   status.Update(AtLeast("limits.max_queue_tokens", limits.max_queue_tokens, 1));
   status.Update(AtLeast("limits.max_queue_bytes", limits.max_queue_bytes, 1));
   status.Update(AtLeast("limits.max_prompt_tokens", limits.max_prompt_tokens, 0));
+  status.Update(AtLeast("limits.max_tenant_requests", limits.max_tenant_requests, 0));
+  status.Update(AtLeast("limits.max_tenant_tokens", limits.max_tenant_tokens, 0));
   status.Update(
       AtLeast("limits.max_buffered_bytes_per_call", limits.max_buffered_bytes_per_call, 1));
   status.Update(AtLeast("limits.max_buffered_bytes", limits.max_buffered_bytes, 1));

@@ -141,6 +141,24 @@ absl::Status EngineImpl::CheckQueue(const Request& request) const {
   return absl::OkStatus();
 }
 
+// The tenant's name is not in the message: it may be that of a certificate.
+absl::Status EngineImpl::CheckTenant(const Request& request) const {
+  const TenantLedger::Use use = tenants_.Of(request.plan.request.tenant);
+  const int64_t tokens = std::ssize(request.plan.request.tokens);
+  const bool requests_full =
+      limits_.max_tenant_requests > 0 && use.requests >= limits_.max_tenant_requests;
+  const bool tokens_full =
+      limits_.max_tenant_tokens > 0 && use.tokens + tokens > limits_.max_tenant_tokens;
+  if (!requests_full && !tokens_full) return absl::OkStatus();
+  return Refuse(
+      absl::StatusCode::kResourceExhausted, "", "TENANT_LIMIT",
+      requests_full
+          ? absl::StrCat("the tenant has ", use.requests, " requests waiting or running, its limit")
+          : absl::StrCat("the tenant has ", use.tokens, " tokens waiting or running and may have ",
+                         limits_.max_tenant_tokens, "; the request has ", tokens),
+      RetryMs());
+}
+
 absl::StatusOr<std::shared_ptr<PrefillCall>> EngineImpl::Submit(PrefillRequest request) {
   if (absl::Status s = CheckOpen(); !s.ok()) return s;
   const int64_t now = clock_->NowNs();
@@ -161,6 +179,7 @@ absl::StatusOr<std::shared_ptr<PrefillCall>> EngineImpl::Submit(PrefillRequest r
     // Again under the lock, so that Drain and a device fault see every accepted request.
     if (absl::Status s = CheckOpen(); !s.ok()) return s;
     if (absl::Status s = CheckQueue(*entry); !s.ok()) return s;
+    if (absl::Status s = CheckTenant(*entry); !s.ok()) return s;
     Accepted accepted;
     for (const RequestPtr& other : waiting_) {
       if (other->plan.request.priority < entry->plan.request.priority) continue;
@@ -171,6 +190,7 @@ absl::StatusOr<std::shared_ptr<PrefillCall>> EngineImpl::Submit(PrefillRequest r
     if (prefix_cache_ != nullptr) entry->prefix = prefix_cache_->Start(std::move(prefix));
     entry->sequence = next_sequence_++;
     CountQueued(*entry, 1);
+    tenants_.Enter(entry->plan.request.tenant, std::ssize(entry->plan.request.tokens));
     active_.fetch_add(1, std::memory_order_acq_rel);
     waiting_.push_back(std::move(entry));
   }

@@ -21,6 +21,7 @@
 #include "server/engine/request.h"
 #include "server/engine/snapshot_import.h"
 #include "server/engine/snapshot_table.h"
+#include "server/engine/tenant_ledger.h"
 
 namespace sparsegdn::engine {
 
@@ -63,6 +64,7 @@ class EngineImpl final : public Engine {
   // Front.
   absl::Status CheckOpen() const;
   absl::Status CheckQueue(const Request& request) const;   // under queue_mutex_
+  absl::Status CheckTenant(const Request& request) const;  // under queue_mutex_
   void CountQueued(const Request& request, int64_t sign);  // under queue_mutex_
   int64_t RetryMs() const;
   EngineLimits limits() const;
@@ -117,6 +119,7 @@ class EngineImpl final : public Engine {
   EngineLimits limits_;
   std::vector<RequestPtr> waiting_;
   int64_t waiting_tokens_ = 0, waiting_bytes_ = 0;
+  TenantLedger tenants_;  // of waiting and running requests
   uint64_t next_sequence_ = 0;
 
   // Executor only.

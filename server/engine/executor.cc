@@ -115,7 +115,8 @@ EngineImpl::RequestPtr EngineImpl::NextAdmission(const EngineLimits& limits) {
   std::vector<Waiting> view;
   view.reserve(waiting_.size());
   for (const RequestPtr& r : waiting_) {
-    view.push_back({r->plan.request.priority, r->arrival_ns, r->sequence});
+    view.push_back({r->plan.request.priority, r->arrival_ns, r->sequence,
+                    tenants_.Of(r->plan.request.tenant).running});
   }
   const bool reserve_last = runner_->limits().state_slots >= kSlotsWithReserve;
   std::vector<Request*> passed;
@@ -147,6 +148,8 @@ EngineImpl::RequestPtr EngineImpl::NextAdmission(const EngineLimits& limits) {
     RequestPtr taken = std::move(waiting_[i]);
     waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(i));
     CountQueued(*taken, -1);
+    tenants_.Admit(taken->plan.request.tenant);
+    taken->admitted = true;
     return taken;
   }
   return nullptr;
@@ -154,7 +157,6 @@ EngineImpl::RequestPtr EngineImpl::NextAdmission(const EngineLimits& limits) {
 
 void EngineImpl::Start(RequestPtr request) {
   Request& r = *request;
-  r.admitted = true;
   r.admitted_ns = clock_->NowNs();
   running_count_.fetch_add(1, std::memory_order_relaxed);
   r.position = r.plan.first_position;

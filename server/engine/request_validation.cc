@@ -167,6 +167,10 @@ absl::Status CheckFits(const ValidationContext& context, const RequestPlan& plan
     return NeverFits("token_ids", absl::StrCat("got ", tokens, " tokens, but the queue holds ",
                                                context.limits.max_queue_tokens));
   }
+  if (const int64_t most = context.limits.max_tenant_tokens; most > 0 && tokens > most) {
+    return NeverFits("token_ids", absl::StrCat("got ", tokens, " tokens, but a tenant may have ",
+                                               most, " at a time"));
+  }
   if (const int64_t bytes = plan.QueuedBytes(); bytes > context.limits.max_queue_bytes) {
     return NeverFits("", absl::StrCat("the request takes ", bytes, " bytes with its plan, but the ",
                                       "queue holds ", context.limits.max_queue_bytes));

@@ -20,7 +20,8 @@ std::vector<size_t> SortedBy(size_t n, Key key) {
 std::vector<size_t> AdmissionOrder(std::span<const Waiting> waiting, int64_t now_ns) {
   return SortedBy(waiting.size(), [&](size_t i) {
     const Waiting& w = waiting[i];
-    return std::tuple(-(w.priority + (now_ns - w.arrival_ns) / kAgingWaitNs), w.sequence);
+    return std::tuple(-(w.priority + (now_ns - w.arrival_ns) / kAgingWaitNs), w.tenant_running,
+                      w.sequence);
   });
 }
 

@@ -31,10 +31,13 @@ constexpr bool FramesFit(int64_t buffered, int64_t bytes, int64_t max_buffered) 
 struct Waiting {
   int32_t priority = 0;
   int64_t arrival_ns = 0;
-  uint64_t sequence = 0;  // of arrival
+  uint64_t sequence = 0;       // of arrival
+  int64_t tenant_running = 0;  // requests of its tenant that hold a slot
 };
 
-// Indices in admission order: priority with aging, then arrival.
+// Indices in admission order: priority with aging, then the tenant that runs least, then arrival.
+// So a slot that falls free goes to the tenant with the fewest, however many requests another one
+// has queued.
 std::vector<size_t> AdmissionOrder(std::span<const Waiting> waiting, int64_t now_ns);
 
 struct Runnable {

@@ -32,8 +32,8 @@ class SnapshotTable {
     Reservation& operator=(const Reservation&) = delete;
     // Evicts as needed. RESOURCE_EXHAUSTED as Reserve.
     absl::Status Grow(int64_t bytes);
-    // The snapshot, of `bytes` in all, will stay until its time: nothing evicts it. RESOURCE_EXHAUSTED
-    // (PIN_LIMIT) when pinned snapshots would hold more than half of the table.
+    // The snapshot, of `bytes` in all, will stay until its time: nothing evicts it.
+    // RESOURCE_EXHAUSTED (PIN_LIMIT) when pinned snapshots would hold more than half of the table.
     absl::Status Pin(int64_t bytes);
 
    private:
@@ -76,7 +76,7 @@ class SnapshotTable {
     std::shared_ptr<const Snapshot> snapshot;
     int64_t expires_ns = 0;
     int64_t pinned_bytes = 0;  // 0: may be evicted
-    bool dead = false;  // expired or released, but still in use
+    bool dead = false;         // expired or released, but still in use
   };
   using Entries = std::list<Entry>;  // least recently used first
 

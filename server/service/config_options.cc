@@ -120,6 +120,10 @@ const Option kOptions[] = {
      "tokens that may wait"},
     {"max-queue-bytes", "limits.max_queue_bytes", &C::max_queue_bytes, "", 1 << 10, kBig,
      "host memory of the requests that wait"},
+    {"max-tenant-requests", "limits.max_tenant_requests", &C::max_tenant_requests, "", 0, 1 << 20,
+     "requests of one tenant that may wait or run; 0 as many as there is room for"},
+    {"max-tenant-tokens", "limits.max_tenant_tokens", &C::max_tenant_tokens, "", 0, kBig,
+     "their tokens; 0 as many as there is room for"},
     {"max-buffered-bytes-per-call", "limits.max_buffered_bytes_per_call",
      &C::max_buffered_bytes_per_call, "", 1 << 16, kBig,
      "unread frames of one call before it is paused"},
@@ -232,6 +236,8 @@ engine::EngineLimits ToEngineLimits(const ServerConfig& config) {
   limits.max_queue_requests = static_cast<uint32_t>(config.max_queue_requests);
   limits.max_queue_tokens = config.max_queue_tokens;
   limits.max_queue_bytes = config.max_queue_bytes;
+  limits.max_tenant_requests = config.max_tenant_requests;
+  limits.max_tenant_tokens = config.max_tenant_tokens;
   limits.max_prompt_tokens = config.max_prompt_tokens;
   limits.max_buffered_bytes_per_call = config.max_buffered_bytes_per_call;
   limits.max_buffered_bytes = config.max_buffered_bytes;

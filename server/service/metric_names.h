@@ -20,6 +20,7 @@ inline constexpr MetricDef kAll[] = {
     {"sparsegdn_requests_total", MetricType::kCounter, "method,code", "Calls ended, by code."},
     {"sparsegdn_queue_requests", MetricType::kGauge, "", "Requests waiting."},
     {"sparsegdn_queue_tokens", MetricType::kGauge, "", "Tokens waiting."},
+    {"sparsegdn_queue_bytes", MetricType::kGauge, "", "Host memory of the requests waiting."},
     {"sparsegdn_running_requests", MetricType::kGauge, "", "Requests that hold a state slot."},
     {"sparsegdn_state_slots_free", MetricType::kGauge, "", "Free state slots."},
     {"sparsegdn_kv_tokens_free", MetricType::kGauge, "", "Free attention KV capacity in tokens."},

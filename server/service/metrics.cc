@@ -111,6 +111,7 @@ void Metrics::CreateCounters() {
 void Metrics::CreateGauges() {
   queue_requests_ = &GaugeFamily("queue_requests", registry_).Add({});
   queue_tokens_ = &GaugeFamily("queue_tokens", registry_).Add({});
+  queue_bytes_ = &GaugeFamily("queue_bytes", registry_).Add({});
   running_ = &GaugeFamily("running_requests", registry_).Add({});
   slots_free_ = &GaugeFamily("state_slots_free", registry_).Add({});
   kv_free_ = &GaugeFamily("kv_tokens_free", registry_).Add({});
@@ -168,6 +169,7 @@ void Metrics::SetModel(const model::ModelInfo& info) {
 std::string Metrics::Scrape(const engine::EngineGauges& gauges) {
   queue_requests_->Set(static_cast<double>(gauges.queue_requests));
   queue_tokens_->Set(static_cast<double>(gauges.queue_tokens));
+  queue_bytes_->Set(static_cast<double>(gauges.queue_bytes));
   running_->Set(static_cast<double>(gauges.running_requests));
   slots_free_->Set(static_cast<double>(gauges.free_slots));
   kv_free_->Set(static_cast<double>(gauges.free_kv_tokens));

@@ -74,8 +74,8 @@ class Metrics final : public engine::EngineObserver {
   std::array<Counter*, 2> shared_memory_calls_;
   Counter *slow_readers_, *prompt_tokens_, *cached_tokens_, *wasted_tokens_, *expired_, *events_,
       *events_selected_, *nonfinite_;
-  Gauge *queue_requests_, *queue_tokens_, *running_, *slots_free_, *kv_free_, *kept_, *kept_bytes_,
-      *buffered_, *overhead_, *ready_, *shared_memory_bytes_;
+  Gauge *queue_requests_, *queue_tokens_, *queue_bytes_, *running_, *slots_free_, *kv_free_, *kept_,
+      *kept_bytes_, *buffered_, *overhead_, *ready_, *shared_memory_bytes_;
   prometheus::Family<Gauge>* model_info_;
   Gauge* model_info_child_;
   Histogram *queue_wait_, *first_frame_, *to_snapshot_, *stream_, *batch_tokens_, *batch_requests_,

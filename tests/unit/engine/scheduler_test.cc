@@ -33,6 +33,11 @@ TEST(AdmissionOrder, PriorityThenArrival) {
   EXPECT_EQ(AdmissionOrder(waiting, 0), (Order{1, 3, 0, 2, 4}));
 }
 
+TEST(AdmissionOrder, TheTenantThatRunsLeastComesFirstWithinAPriority) {
+  const std::vector<Waiting> waiting = {{0, 0, 0, 3}, {0, 0, 1, 3}, {0, 0, 2, 0}, {1, 0, 3, 9}};
+  EXPECT_EQ(AdmissionOrder(waiting, 0), (Order{3, 2, 0, 1}));
+}
+
 TEST(AdmissionOrder, WaitingRaisesPriority) {
   const std::vector<Waiting> waiting = {{-8, 0, 0}, {8, 15 * kAgingWaitNs, 1}};
   EXPECT_EQ(AdmissionOrder(waiting, 15 * kAgingWaitNs), (Order{1, 0}));

@@ -278,6 +278,56 @@ TEST(QueueFull, ByBytesOfTokensAndPlans) {
   h.ExpectNoLeak();
 }
 
+TEST(TenantLimit, BoundsOneTenantAndNobodyElse) {
+  engine::EngineConfig config = Harness::DenseConfig();
+  config.limits.max_tenant_requests = 2;
+  config.limits.max_tenant_tokens = 1000;
+  Harness h({}, config);
+  const auto prompt = [](const char* tenant, int64_t tokens) {
+    PrefillRequest request = Harness::Prompt(tokens);
+    request.tenant = tenant;
+    return request;
+  };
+  EXPECT_EQ(Describe(h.SubmitError(prompt("a", 1001))), "RESOURCE_EXHAUSTED token_ids NEVER_FITS");
+  auto first = h.Submit(prompt("a", 700));
+  absl::Status status = h.SubmitError(prompt("a", 301));
+  EXPECT_EQ(Describe(status), "RESOURCE_EXHAUSTED  TENANT_LIMIT");
+  EXPECT_GE(engine::DetailsOf(status).retry_after_ms.value_or(0), 100);
+  auto second = h.Submit(prompt("a", 300));
+  EXPECT_EQ(Describe(h.SubmitError(prompt("a", 1))), "RESOURCE_EXHAUSTED  TENANT_LIMIT");
+  auto other = h.Submit(prompt("b", 700));
+  // What has ended, in whatever way, counts no longer.
+  second->Cancel(false);
+  Collected got;
+  while (!got.status && h.engine().RunOneRound()) ReadAvailable(*first, got);
+  EXPECT_TRUE(got.status->ok());
+  while (h.engine().RunOneRound()) {
+  }
+  for (auto& call : {&second, &other}) call->reset();
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(h.Complete(prompt("a", 900)).status->ok());
+  h.ExpectNoLeak();
+}
+
+TEST(TenantLimit, AFreeSlotGoesToTheTenantWithTheFewest) {
+  FakeRunnerOptions options;
+  options.limits.state_slots = 2;
+  options.limits.max_batch_seqs = 1;
+  Harness h(options, Harness::DenseConfig());
+  std::vector<std::shared_ptr<engine::PrefillCall>> calls;
+  for (int i = 0; i < 6; ++i) {
+    PrefillRequest request = Harness::Prompt(100 + i);
+    request.tenant = i < 5 ? "many" : "few";
+    calls.push_back(h.Submit(request));
+  }
+  while (h.engine().RunOneRound()) {
+  }
+  std::vector<int64_t> order;
+  for (const auto& chunk : h.log->chunks()) order.push_back(chunk.prompt_tokens);
+  EXPECT_EQ(order, (std::vector<int64_t>{100, 105, 101, 102, 103, 104}));
+  calls.clear();
+  h.ExpectNoLeak();
+}
+
 TEST(QueueFull, ByRequestsAndByTokensWithRetryDelay) {
   engine::EngineConfig config = Harness::DenseConfig();
   config.limits.max_queue_requests = 3;
