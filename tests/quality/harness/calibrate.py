@@ -5,11 +5,12 @@
         [--server-binary build/release/bin/sparsegdn-server] [--tokenizer FOLDER|bytes]
         [--retentions 0.5,0.29,...] [--server-flag=--threads=8 ...]
 
-FILE holds one prompt a line: a JSON list of token ids, or with --tokenizer a JSON string. Measured is
-the KL from dense in nats a token, at up to 1024 places of each prompt. First every GDN layer is made
-sparse alone, at the middle retention; from those figures come candidate profiles, and the one with the
-least KL is kept (mean of its logarithm over the retentions). FOLDER receives budget_profile.json
-(put it beside the model, or start the server with --budget-profile), calibration.json and report.html.
+FILE holds one prompt a line: a JSON list of token ids, or with --tokenizer a JSON string. Measured
+is the KL from dense in nats a token, at up to 1024 places of each prompt. First every GDN layer is
+made sparse alone, at the middle retention; from those figures come candidate profiles, and the one
+with the least KL is kept (mean of its logarithm over the retentions). FOLDER receives
+budget_profile.json (put it beside the model, or start the server with --budget-profile),
+calibration.json and report.html.
 Exit 0: a budget meets the target; 4: none does.
 """
 
@@ -154,7 +155,8 @@ def page(report):
 <p>{report['prompts']} prompts, {report['tokens']:,} tokens, {report['backend']} backend,
 identity {report['identity'][:16]}. <b>{verdict}.</b>
 <h2>KL from dense, nats a token, and share of equal top tokens</h2>
-<table><tr><th>retention<th>KL, layers alike<th>top-1<th>KL, with the profile<th>top-1{budgets}</table>
+<table><tr><th>retention<th>KL, layers alike<th>top-1<th>KL, with the profile<th>top-1
+{budgets}</table>
 <h2>Each GDN layer sparse alone at {report['layer_kl_retention']:g}</h2>
 <table><tr><th>layer<th>KL<th><th>relative retention{layers}</table>
 """

@@ -46,8 +46,9 @@ class OnServer(unittest.TestCase):
         with open(path, "w", encoding="utf-8") as file:
             json.dump(data, file)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            code = run_quality.main(["--server", self.server.target, "--request", path, "--out", out,
-                                     "--library", LIBRARY, "--model", str(self.server.model)])
+            code = run_quality.main([
+                "--server", self.server.target, "--request", path, "--out", out,
+                "--library", LIBRARY, "--model", str(self.server.model)])
         self.assertEqual(code, 0)
         print(printed.getvalue())
         with open(os.path.join(out, "results.json"), encoding="utf-8") as file:
@@ -78,7 +79,8 @@ class OnServer(unittest.TestCase):
                                delta=0.003)
         pairs = found["lines"][1]["pairs"]
         self.assertEqual({len(shares) for shares in pairs.values()}, {2})
-        self.assertAlmostEqual(np.mean(list(pairs.values())), found["lines"][1]["retained"], places=3)
+        self.assertAlmostEqual(np.mean(list(pairs.values())), found["lines"][1]["retained"],
+                               places=3)
         if report._plots([], [], out):  # matplotlib is here
             for name in ("score.png", "kl.png", "nll_delta.png", "retained_1.png"):
                 with open(os.path.join(out, name), "rb") as file:

@@ -20,7 +20,8 @@ _KEEP_LAST = 64
 
 
 def _example_module(root):
-    spec = importlib.util.spec_from_file_location("python_ctypes", root / "examples/python_ctypes.py")
+    path = root / "examples/python_ctypes.py"
+    spec = importlib.util.spec_from_file_location("python_ctypes", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -7,8 +7,8 @@ import os
 import numpy as np
 
 MIN_DENSE = 0.6  # a task counts where dense reaches this
-_COLUMNS = ("task", "length", "budget", "retained", "score", "score_spread", "dense_score", "counts",
-            "nll", "nll_delta", "nll_delta_spread", "kl", "top1", "seconds", "examples")
+_COLUMNS = ("task", "length", "budget", "retained", "score", "score_spread", "dense_score",
+            "counts", "nll", "nll_delta", "nll_delta_spread", "kl", "top1", "seconds", "examples")
 
 
 def _mean(values):
@@ -33,7 +33,8 @@ def summarise(lines):
         delta = [a - b for a, b in zip(of("nll", budget), of("nll", "dense"))]
         dense = _mean(of("score", "dense"))
         rows.append({
-            "task": task, "length": length, "budget": budget, "retained": _mean(of("retained", budget)),
+            "task": task, "length": length, "budget": budget,
+            "retained": _mean(of("retained", budget)),
             "score": _mean(of("score", budget)), "score_spread": _spread(of("score", budget)),
             "dense_score": dense, "counts": dense >= MIN_DENSE, "nll": _mean(of("nll", budget)),
             "nll_delta": _mean(delta), "nll_delta_spread": _spread(delta),

@@ -4,8 +4,8 @@
     run_quality.py --server HOST:PORT --request FILE --out FOLDER
         [--library build/release/lib/libsparsegdn.so --model DIR]     for the request's controls
 
-The request file is described in request.py; examples lie in requests/. FOLDER receives results.json,
-results.csv and, where matplotlib is importable, PNG plots. Needs numpy, the Python client and its
+The request file is described in request.py; examples lie in requests/. FOLDER receives
+results.json, results.csv and, where matplotlib is importable, PNG plots. Needs numpy, the Python client and its
 stubs on PYTHONPATH (client/python and build/release/python).
 """
 
