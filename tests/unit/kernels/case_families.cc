@@ -68,6 +68,21 @@ Pack EmptySequences(DType dtype, const Budget& budget) {
   return p;
 }
 
+// Heads of 128, which the Hopper kernel takes: several groups and windows, and time segments.
+Pack WidePack(DType dtype, const Budget& budget) {
+  Pack p;
+  p.shape = {1, 2, 128, 128};
+  p.dtype = dtype;
+  p.Add(Scaled(700), budget);
+  p.Add(1, budget);
+  p.Add(0, budget);
+  p.Add(Scaled(2100), budget);
+  p.AddInitialState(31);
+  p.Add(130, budget);
+  FillRandom(&p, 30);
+  return p;
+}
+
 Pack TinyDecay(DType dtype, const Budget& budget) {
   Pack p = OneSequence(dtype, budget, 200);
   std::fill(p.log_gate.begin(), p.log_gate.end(), std::log(1e-12f));
@@ -215,19 +230,13 @@ Pack StateDType(DType dtype, const Budget& budget) {
 
 const std::vector<CaseFamily>& CaseFamilies() {
   static const std::vector<CaseFamily> families = {
-      {"zero_gate", ZeroGate},
-      {"empty_sequences", EmptySequences},
-      {"tiny_decay", TinyDecay},
-      {"gate_cliff", GateCliff},
-      {"identical_keys", IdenticalKeys},
-      {"near_collinear", NearCollinear},
-      {"unnormalised", Unnormalised},
-      {"bf16_gate", Bf16Gate},
-      {"repeated_keys", RepeatedKeys},
-      {"no_events", NoEvents},
-      {"tied_scores", TiedScores},
-      {"beta_edges", BetaEdges},
-      {"tail", Tail},
+      {"zero_gate", ZeroGate},           {"empty_sequences", EmptySequences},
+      {"wide_pack", WidePack},           {"tiny_decay", TinyDecay},
+      {"gate_cliff", GateCliff},         {"identical_keys", IdenticalKeys},
+      {"near_collinear", NearCollinear}, {"unnormalised", Unnormalised},
+      {"bf16_gate", Bf16Gate},           {"repeated_keys", RepeatedKeys},
+      {"no_events", NoEvents},           {"tied_scores", TiedScores},
+      {"beta_edges", BetaEdges},         {"tail", Tail},
       {"state_dtype", StateDType},
   };
   return families;

@@ -117,6 +117,23 @@ TEST_P(Property, PackEqualsAloneBitwise) {
   }
 }
 
+// Heads of 128 in packs of several groups, windows and time segments: gates that decay, do not and
+// vanish, by head.
+TEST_P(Property, WidePackEqualsAloneBitwise) {
+  for (const Budget& budget : {DenseBudget(), RetentionBudget(0.29)}) {
+    Pack p;
+    p.shape = {2, 6, 128, 128};
+    p.dtype = dtype();
+    for (int64_t length : {130, 0, 2500, 1, 700}) p.Add(Scaled(length), budget);
+    FillRandom(&p, 41);
+    const PackResult packed = Run(p);
+    for (int32_t i = 0; i < p.num_seqs(); ++i) {
+      const Pack alone = Extract(p, i, 0, p.cu_seqlens[i + 1] - p.cu_seqlens[i]);
+      ExpectSequenceEqualsAlone(p, packed, i, Run(alone));
+    }
+  }
+}
+
 TEST_P(Property, NeighbourNanChangesNothing) {
   Pack p = MixedPack(dtype());
   const PackResult clean = Run(p);
