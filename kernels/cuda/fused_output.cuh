@@ -1,8 +1,8 @@
 // The output side of the fused kernel: two warpgroups take tiles of 64 tokens in turn.
 //
 //   O = scale (e^{G_t} Q S_B + P U + self term),  P_ti = e^{G_t - G_i} q_t . k_i for events i <= t
-// Q K^T and Q S_B need only the published state, so they run while the state side forms U. The copy
-// engine brings q and k one tile ahead, v within the tile, and takes full tiles of o away.
+// Q K^T and Q S_B need only the published state, so they run while the state side forms U. How a
+// tile comes in and leaves: fused_tile.cuh.
 #ifndef SPARSEGDN_KERNELS_CUDA_FUSED_OUTPUT_CUH_
 #define SPARSEGDN_KERNELS_CUDA_FUSED_OUTPUT_CUH_
 
