@@ -83,6 +83,32 @@ TEST_P(Devices, ExplicitScale) {
   ExpectMatchesReference(GetParam(), p, RunPack(GetParam(), p), "scale");
 }
 
+// Heads of 128 in 16 bits are the Hopper kernel's: what else a call may ask for, all at once.
+TEST_P(Devices, WideHeadsWithEveryOption) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    for (const bool dense : {true, false}) {
+      for (const bool value_major : {true, false}) {
+        Pack p;
+        p.shape = {1, 3, 128, 128};
+        p.dtype = dtype;
+        p.o_dtype = value_major ? DType::kF32 : dtype;
+        p.normalize_qk = value_major;
+        p.initial_layout = value_major ? StateLayout::kValueMajor : StateLayout::kKeyMajor;
+        p.final_layout = p.initial_layout;
+        p.snapshot_slots = 3;
+        p.Add(70, dense ? DenseBudget() : RetentionBudget(0.29));
+        p.AddInitialState(51);
+        SequenceParams& s = p.Add(Scaled(2300), dense ? DenseBudget() : RetentionBudget(0.29));
+        s.snapshot_every = kWindow;
+        s.snapshot_index = 1;
+        p.AddInitialState(52);
+        FillRandom(&p, 50);
+        ExpectMatchesReference(GetParam(), p, RunPack(GetParam(), p), "options");
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(All, Devices, testing::ValuesIn(TestDevices()),
                          [](const auto& info) { return std::string(info.param->name()); });
 
