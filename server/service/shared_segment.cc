@@ -240,7 +240,7 @@ void SegmentPool::Linger(std::unique_ptr<SharedSegment> segment) {
   {
     std::lock_guard lock(mutex_);
     in_use_ -= std::exchange(segment->in_use_, false);
-    if (stop_ || linger_.count() == 0) {
+    if (stop_) {
       dropped = std::move(segment);
     } else {
       lingering_.push_back({std::chrono::steady_clock::now() + linger_, std::move(segment)});

@@ -179,7 +179,7 @@ int Main(const Load& load) {
   ServerConfig config;
   config.listen = "127.0.0.1:0,unix:" + folder + "/grpc.sock";
   config.metrics_listen = "";
-  config.shared_memory_linger_seconds = 0;  // nine segments of 304 MiB would pile up otherwise
+  config.shared_memory_linger_seconds = 1;  // segments of 304 MiB would pile up otherwise
   auto server = Server::Start(config);
   if (!server.ok()) {
     std::fprintf(stderr, "%s\n", server.status().ToString().c_str());
