@@ -6,7 +6,8 @@ Goal: with a dense budget, `load_into_cache` and `model.generate` go on as if tr
 prompt itself: the same greedy tokens, and logits within 1e-3 in fp32. Method: the built server, a
 local transformers run in fp32 (eager, torch form of the delta rule) as the reference, every step's
 logits compared with the same tokens fed. Also: the conditional-generation class, every layout and
-dtype of the stream, a transposed state must fail, a snapshot that does not fit is refused.
+dtype of the stream, a transposed state must fail, a snapshot that does not fit is refused; the
+trained models find a needle in a sparse snapshot.
 
 Exit code 77 (skipped, with the reason) where torch or transformers cannot be imported. The log of a
 run is committed as docs/results/live_transformers.log.
@@ -24,11 +25,14 @@ if MISSING:
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from server_process import ServerProcess  # noqa: E402
+from server_process import ROOT, ServerProcess  # noqa: E402
 from sparsegdn_client import Budget, Outputs, PrefillClient, Snapshot  # noqa: E402
 from sparsegdn_client.transformers import CountingCache, load_into_cache  # noqa: E402
 from sparsegdn_client.types import DENSE  # noqa: E402
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
+
+sys.path.insert(0, str(ROOT / "tests/quality"))
+from tasks import registry  # noqa: E402
 
 NEW_TOKENS = 24
 LOGITS_TOLERANCE = 1e-3  # the issue's; fp32 sums in two orders differ by about 1e-5 here
@@ -200,6 +204,21 @@ def check_sparse(client, model):
            f"{usage.events_selected} of {usage.events_total} updates, {len(tokens)} tokens")
 
 
+def check_needle(name):
+    """transformers finds, in the snapshot at 29 % of the events, what was planted in 8192 tokens."""
+    with ServerProcess(name) as server, PrefillClient(server.target) as client:
+        model = AutoModelForCausalLM.from_pretrained(
+            server.model, dtype=torch.float32, attn_implementation="eager").eval()
+        example = registry.make("needle_single", 8195, 1)
+        done = client.prefill(example.prompt, budget=Budget(retention=0.29))
+        ids = torch.from_numpy(example.prompt.astype(np.int64))[None]
+        found = generate(model, ids, load_into_cache(model, done.snapshot))[:2]
+        wanted = list(example.expected()[0])
+        report(f"{name}, a needle in {ids.shape[1]} tokens", found == wanted,
+               f"{found}, planted {wanted}, {done.result.usage.events_selected} of "
+               f"{done.result.usage.events_total} updates")
+
+
 def main():
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
@@ -218,6 +237,8 @@ def main():
                 check_forms(client, model)
                 check_bf16(client, server.model)
                 check_sparse(client, model)
+    for name in ("needle-gdn", "needle-hybrid"):
+        check_needle(name)
     print(f"{len(FAILED)} failed: {', '.join(FAILED)}" if FAILED else "all passed")
     return 1 if FAILED else 0
 
