@@ -69,6 +69,7 @@ def check_dense(client, prompt, count):
         ids,
         budget=Budget(mode="dense"),
         snapshot_at="after_last",
+        prefix_reuse=False,  # from scratch
         outputs=Outputs(logits_positions=range(len(prompt) - 1, len(ids))),
     )
     logits = scratch.snapshot["logits"]

@@ -71,7 +71,7 @@ def start(server: pathlib.Path, model: pathlib.Path, folder: pathlib.Path):
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
             [server, "--model", model, "--backend", "cpu", "--listen", "127.0.0.1:0",
-             "--metrics-listen=", "--port-file", ports], stdout=log, stderr=log, env=environment)
+             "--metrics-listen=", "--prefix-cache-bytes", "0", "--port-file", ports], stdout=log, stderr=log, env=environment)
     end = time.monotonic() + START_SECONDS
     while not ports.exists():
         if process.poll() is not None or time.monotonic() > end:

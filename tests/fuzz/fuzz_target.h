@@ -37,6 +37,7 @@ int FuzzSnapshotImport(const uint8_t* data, size_t size);
 int FuzzSnapshotFile(const uint8_t* data, size_t size);
 int FuzzResponseStream(const uint8_t* data, size_t size);
 int FuzzBearerTokens(const uint8_t* data, size_t size);
+int FuzzPrefixValue(const uint8_t* data, size_t size);
 int FuzzTokens(const uint8_t* data, size_t size);
 
 // Deterministic; at least one is accepted and at least one is refused.
@@ -49,6 +50,7 @@ std::vector<std::string> SnapshotImportSeeds();
 std::vector<std::string> SnapshotFileSeeds();
 std::vector<std::string> ResponseStreamSeeds();
 std::vector<std::string> BearerTokensSeeds();
+std::vector<std::string> PrefixValueSeeds();
 std::vector<std::string> TokensSeeds();
 
 // Ends the process with `what` unless `ok`: a promise of the code under test is broken.

@@ -50,7 +50,9 @@ class ServerProcess:
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 [os.environ["TEST_SERVER_BINARY"], "--model", self.model, "--backend", "cpu",
-                 "--listen", "127.0.0.1:0", "--metrics-listen", "", "--port-file", ports, *flags],
+                 "--listen", "127.0.0.1:0", "--metrics-listen", "", "--port-file", ports,
+                 # Each prefill is computed, also one of a prompt seen before.
+                 "--prefix-cache-bytes", "0", *flags],
                 stdout=log, stderr=subprocess.STDOUT,
                 env=dict(os.environ, SPARSEGDN_SERVER="the client's own variable"))
         try:

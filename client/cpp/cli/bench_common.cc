@@ -29,6 +29,7 @@ absl::StatusOr<BenchTarget> OpenBench(const Args& args) {
 v1::PrefillRequest BenchRequest(const v1::PrefillRequest& base, int64_t length, int64_t index,
                                 uint32_t vocab_size, int64_t seed) {
   v1::PrefillRequest request = base;
+  request.set_prefix_reuse(v1::PREFIX_REUSE_OFF);  // a second run has the same tokens
   std::seed_seq sequence{seed, length, index};
   std::mt19937_64 random(sequence);
   request.mutable_token_ids()->Reserve(static_cast<int>(length));
