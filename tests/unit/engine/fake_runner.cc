@@ -184,8 +184,9 @@ absl::Status FakeRunner::Step(std::span<const model::Chunk> chunks, model::StepS
   int64_t tokens = 0;
   for (const model::Chunk& chunk : chunks) {
     tokens += std::ssize(chunk.tokens);
-    log_->AddChunk({steps_, chunk.first_position, std::ssize(chunk.tokens), chunk.prompt_tokens,
-                    chunk.slot, chunk.tokens[0], chunk.emit_state});
+    if (options_.log_chunks)
+      log_->AddChunk({steps_, chunk.first_position, std::ssize(chunk.tokens), chunk.prompt_tokens,
+                      chunk.slot, chunk.tokens[0], chunk.emit_state});
   }
   ++steps_;
   log_->Add([&](auto& c) {

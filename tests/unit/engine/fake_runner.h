@@ -22,6 +22,7 @@ struct FakeRunnerOptions {
   model::RunnerLimits limits = SmallLimits();
   int64_t ns_per_token = 0;  // real time that a step sleeps
   int64_t ns_per_step = 0;
+  bool log_chunks = true;     // off where millions would be kept
   int32_t nan_token = -1;     // a chunk that holds it has non-finite states and logits
   int32_t error_token = -1;   // a step that holds it fails
   int32_t fatal_token = -1;   // and leaves the runner dead

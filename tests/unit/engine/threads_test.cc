@@ -1,56 +1,18 @@
 // The real executor thread under many callers: run under TSan as well.
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
 #include <random>
 #include <thread>
 #include <vector>
 
 #include "server/engine/status_payload.h"
-#include "tests/unit/engine/engine_test_util.h"
+#include "tests/unit/engine/live_engine.h"
 
 namespace sparsegdn::testing {
 namespace {
 
 using engine::PrefillRequest;
 using std::chrono::milliseconds;
-
-struct Live {
-  explicit Live(FakeRunnerOptions options = {},
-                engine::EngineConfig config = Harness::DenseConfig()) {
-    auto created =
-        engine::Engine::Create(config, std::make_unique<FakeRunner>(std::move(options), log),
-                               &observer, engine::Clock::Real());
-    EXPECT_TRUE(created.ok());
-    engine = *std::move(created);
-  }
-  CountingObserver observer;
-  std::shared_ptr<FakeRunnerLog> log = std::make_shared<FakeRunnerLog>();
-  std::unique_ptr<engine::Engine> engine;
-};
-
-// Reads a call to its end, woken by the ready callback as a reactor is.
-Collected ReadToEnd(engine::PrefillCall& call) {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool ready = false;
-  call.SetReadyCallback([&] {
-    std::lock_guard lock(mutex);
-    ready = true;
-    changed.notify_one();
-  });
-  Collected got;
-  while (!got.status) {
-    ReadAvailable(call, got);
-    if (got.status) break;
-    std::unique_lock lock(mutex);
-    EXPECT_TRUE(changed.wait_for(lock, std::chrono::seconds(60), [&] { return ready; }));
-    ready = false;
-  }
-  call.SetReadyCallback(nullptr);
-  return got;
-}
 
 TEST(Threads, CallersInParallelEachGetTheirOwnState) {
   Live live;
