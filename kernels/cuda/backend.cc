@@ -97,6 +97,10 @@ class CudaBackend : public GdnBackend {
       return FromCuda(cudaMemsetAsync(p.status, 0, sizeof(uint32_t), stream), "clear status");
     }
     if (auto s = Selection(p, stream); !s.ok() || p.select_only) return s;
+    if (args.selection_done != nullptr) {
+      const auto event = static_cast<cudaEvent_t>(args.selection_done);
+      if (auto s = FromCuda(cudaEventRecord(event, stream), "record event"); !s.ok()) return s;
+    }
     return Core(p, stream);
   }
 

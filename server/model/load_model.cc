@@ -9,6 +9,7 @@
 #include "server/model/checkpoint.h"
 #include "server/model/config.h"
 #include "server/model/cpu_op_table.h"
+#include "server/model/cuda_op_table.h"
 #include "server/model/model_identity.h"
 #include "server/model/qwen35_runner.h"
 #include "server/model/status_macros.h"
@@ -17,14 +18,11 @@ namespace sparsegdn::model {
 namespace {
 
 absl::StatusOr<std::unique_ptr<OpTable>> CreateOpTable(const LoadOptions& options) {
-  if (options.backend == "auto" || options.backend == "cpu") {
-    return CreateCpuOpTable(options.num_threads, nullptr);
+  const bool automatic = options.backend == "auto";
+  if (options.backend == "cuda" || (automatic && CudaDevicePresent(options.device))) {
+    return CreateCudaOpTable(options.device);
   }
-  if (options.backend == "cuda") {
-    return absl::UnimplementedError(
-        "backend = \"cuda\", wanted \"auto\" or \"cpu\": this build "
-        "runs the model on the CPU only");
-  }
+  if (options.backend == "cpu" || automatic) return CreateCpuOpTable(options.num_threads, nullptr);
   return absl::InvalidArgumentError(
       absl::StrCat("backend = \"", options.backend, "\", wanted \"auto\", \"cpu\" or \"cuda\""));
 }

@@ -15,7 +15,8 @@ namespace sparsegdn::model {
 
 struct LoadOptions {
   std::string dir;
-  std::string backend = "auto";  // "auto", "cpu" or "cuda"
+  std::string backend = "auto";  // "auto" (a CUDA device if there is one), "cpu" or "cuda"
+  int device = 0;                // index of the CUDA device
   int num_threads = 0;           // CPU; 0: the cores this process may use
   bool round_a_log = false;      // as a BF16 load in transformers does (QWEN3.5 rounding of A_log)
   std::string budget_profile;    // a file; "none"; "": budget_profile.json in dir, if it is there
@@ -28,7 +29,8 @@ struct LoadOptions {
 
 // NOT_FOUND when the folder or a file is missing; INVALID_ARGUMENT naming field or tensor, got,
 // wanted, for a configuration or checkpoint that is not a Qwen3.5 text model, an unknown backend,
-// or a limit out of range; UNIMPLEMENTED for a backend that this build does not have.
+// or a limit out of range; UNIMPLEMENTED for a backend that this build does not have;
+// FAILED_PRECONDITION for a device that cannot be used; RESOURCE_EXHAUSTED for one too small.
 absl::StatusOr<std::unique_ptr<ModelRunner>> LoadModel(const LoadOptions& options);
 
 }  // namespace sparsegdn::model

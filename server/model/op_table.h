@@ -11,9 +11,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string_view>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -46,6 +48,13 @@ class OpTable {
   // False after a sticky device fault.
   virtual bool healthy() const { return true; }
 
+  // Once, before anything is allocated: what a model will ask for in all, and the most bytes that
+  // one ToHost or ToHostLater will ask for. RESOURCE_EXHAUSTED, got and wanted, when the device is
+  // too small; afterwards no step allocates.
+  virtual absl::Status Reserve(size_t device_bytes, size_t to_host_bytes) {
+    static_cast<void>(device_bytes), static_cast<void>(to_host_bytes);
+    return absl::OkStatus();
+  }
   // Memory of the table's lifetime, zeroed, 256-byte aligned; called while a model is loaded,
   // never by a step. RESOURCE_EXHAUSTED names `what` and the size.
   virtual absl::StatusOr<void*> Allocate(size_t bytes, std::string_view what) = 0;
@@ -56,9 +65,28 @@ class OpTable {
   virtual absl::Status ToHost(std::span<const MemoryRange> ranges,
                               std::span<const void*> views) = 0;
 
+  // As ToHost, but may return at once: `done` gets the views later, on this thread or one of the
+  // table's, call after call in order, never two at a time. The ranges may be overwritten by later
+  // operations of the table as soon as this returns; FinishToHost waits until every `done` has
+  // returned. An error of a copy comes from one of the two, and its `done` is never called.
+  using HostViews = std::span<const void* const>;
+  virtual absl::Status ToHostLater(std::span<const MemoryRange> ranges,
+                                   std::function<void(HostViews)> done) {
+    std::vector<const void*> views(ranges.size());
+    if (absl::Status s = ToHost(ranges, views); !s.ok()) return s;
+    done(views);
+    return absl::OkStatus();
+  }
+  virtual absl::Status FinishToHost() { return absl::OkStatus(); }
+
   // [parts[0]; parts[1]; ...] stacked by rows, each [rows, in]. The table owns the result.
   // RESOURCE_EXHAUSTED names the size.
   virtual absl::StatusOr<const Weight*> UploadMatrix(std::span<const HostTensor> parts) = 0;
+  // Bytes that UploadMatrix takes for a matrix of so many elements; 0 where Reserve does not ask.
+  virtual size_t MatrixBytes(int64_t elements) const {
+    static_cast<void>(elements);
+    return 0;
+  }
 
   // Bytes of one block of the attention cache.
   virtual size_t KvBlockBytes(const AttentionShape& shape, int32_t block_tokens) const = 0;

@@ -68,12 +68,11 @@ absl::Status Qwen35Graph::EmitStates(const StepPlan& plan, size_t layer, StepSin
     const MemoryRange ranges[] = {
         {recurrent + index * m.recurrent_elements, recurrent_bytes},
         {static_cast<const char*>(conv) + index * conv_bytes, conv_bytes}};
-    const void* views[2] = {};
-    SPARSEGDN_RETURN_IF_ERROR(ops_.ToHost(ranges, views));
-    sink.OnState(chunk, static_cast<int32_t>(layer), position,
-                 {views[0], DType::kF32, m.recurrent_elements},
-                 ActivationView(views[1], m.conv_elements));
-    return absl::OkStatus();
+    return ops_.ToHostLater(ranges, [=, this, &sink](OpTable::HostViews views) {
+      sink.OnState(chunk, static_cast<int32_t>(layer), position,
+                   {views[0], DType::kF32, memory_.recurrent_elements},
+                   ActivationView(views[1], memory_.conv_elements));
+    });
   };
   auto checkpoint = plan.checkpoints.begin();
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
@@ -98,10 +97,11 @@ absl::Status Qwen35Graph::EmitKv(const StepPlan& plan, size_t layer, StepSink& s
     const size_t bytes = static_cast<size_t>(elements) * memory_.activation_bytes;
     const MemoryRange ranges[] = {{static_cast<const char*>(memory_.k) + first, bytes},
                                   {static_cast<const char*>(memory_.v) + first, bytes}};
-    const void* views[2] = {};
-    SPARSEGDN_RETURN_IF_ERROR(ops_.ToHost(ranges, views));
-    sink.OnKv(i, static_cast<int32_t>(layer), plan.chunks[i].first_position,
-              ActivationView(views[0], elements), ActivationView(views[1], elements));
+    const int64_t position = plan.chunks[i].first_position;
+    SPARSEGDN_RETURN_IF_ERROR(ops_.ToHostLater(ranges, [=, this, &sink](OpTable::HostViews views) {
+      sink.OnKv(i, static_cast<int32_t>(layer), position, ActivationView(views[0], elements),
+                ActivationView(views[1], elements));
+    }));
   }
   return absl::OkStatus();
 }
@@ -109,6 +109,8 @@ absl::Status Qwen35Graph::EmitKv(const StepPlan& plan, size_t layer, StepSink& s
 absl::Status Qwen35Graph::RunHead(const StepPlan& plan, StepSink& sink, StepStats& stats) {
   const Qwen35Memory& m = memory_;
   const int64_t vocab = config_.vocab_size;
+  // From here on the sink is called on this thread.
+  SPARSEGDN_RETURN_IF_ERROR(ops_.FinishToHost());
   LogprobCollector logprobs(plan.chunks.size());
   for (size_t begin = 0; begin < plan.head_rows.size(); begin += kLogitRows) {
     const auto rows =

@@ -1,6 +1,9 @@
 #include "server/model/qwen35_memory.h"
 
 #include <algorithm>
+#include <functional>
+#include <string_view>
+#include <utility>
 
 #include "server/model/status_macros.h"
 
@@ -10,10 +13,12 @@ namespace {
 // Rows start on whole vectors and cache lines in either activation dtype.
 constexpr int64_t kRowAlign = 64;
 
+// Takes memory from the table, or only counts it.
 class Allocator {
  public:
-  Allocator(OpTable& ops, size_t activation_bytes)
-      : ops_(ops), activation_bytes_(activation_bytes) {}
+  using Source = std::function<absl::StatusOr<void*>(size_t bytes, std::string_view what)>;
+  Allocator(Source source, size_t activation_bytes)
+      : source_(std::move(source)), activation_bytes_(activation_bytes) {}
 
   // Sets `pointer` unless an earlier call failed.
   template <typename T>
@@ -23,7 +28,7 @@ class Allocator {
   template <typename T>
   void Bytes(T*& pointer, size_t bytes, const char* what) {
     if (!status_.ok()) return;
-    absl::StatusOr<void*> memory = ops_.Allocate(bytes, what);
+    absl::StatusOr<void*> memory = source_(bytes, what);
     status_ = memory.status();
     if (memory.ok()) pointer = static_cast<T*>(*memory);
   }
@@ -34,7 +39,7 @@ class Allocator {
   const absl::Status& status() const { return status_; }
 
  private:
-  OpTable& ops_;
+  Source source_;
   size_t activation_bytes_;
   absl::Status status_;
 };
@@ -102,14 +107,8 @@ void AllocateIndices(const ModelConfig& c, const RunnerLimits& limits, Allocator
   alloc.Array(m.head_targets, kLogitRows, "head rows");
 }
 
-}  // namespace
-
-AttentionShape AttentionShapeOf(const ModelConfig& c) {
-  return {c.num_q_heads, c.num_kv_heads, c.head_dim, c.rotary_dim()};
-}
-
-absl::StatusOr<Qwen35Memory> AllocateMemory(const ModelConfig& c, const RunnerLimits& limits,
-                                            int64_t num_blocks, OpTable& ops) {
+absl::StatusOr<Qwen35Memory> LayOut(const ModelConfig& c, const RunnerLimits& limits,
+                                    int64_t num_blocks, OpTable& ops, Allocator::Source source) {
   Qwen35Memory m;
   m.activation_bytes = ops.activation_dtype() == DType::kF32 ? 4 : 2;
   m.max_blocks = num_blocks;
@@ -117,7 +116,7 @@ absl::StatusOr<Qwen35Memory> AllocateMemory(const ModelConfig& c, const RunnerLi
     const int64_t block = limits.kv_block_tokens;
     m.max_blocks = std::min(num_blocks, (c.max_position_embeddings + block - 1) / block);
   }
-  Allocator alloc(ops, m.activation_bytes);
+  Allocator alloc(std::move(source), m.activation_bytes);
   AllocatePools(c, limits, num_blocks, ops, alloc, m);
   AllocateActivations(c, limits.max_batch_tokens, alloc, m);
   AllocateIndices(c, limits, alloc, m);
@@ -135,6 +134,39 @@ absl::StatusOr<Qwen35Memory> AllocateMemory(const ModelConfig& c, const RunnerLi
   }
   SPARSEGDN_RETURN_IF_ERROR(alloc.status());
   return m;
+}
+
+}  // namespace
+
+AttentionShape AttentionShapeOf(const ModelConfig& c) {
+  return {c.num_q_heads, c.num_kv_heads, c.head_dim, c.rotary_dim()};
+}
+
+absl::StatusOr<MemoryNeeds> NeededMemory(const ModelConfig& c, const RunnerLimits& limits,
+                                         int64_t num_blocks, size_t granule, OpTable& ops) {
+  MemoryNeeds needs;
+  const auto count = [&](size_t bytes, std::string_view) -> absl::StatusOr<void*> {
+    needs.device_bytes += (bytes + granule - 1) / granule * granule;
+    return nullptr;
+  };
+  SPARSEGDN_ASSIGN_OR_RETURN(const Qwen35Memory m, LayOut(c, limits, num_blocks, ops, count));
+  const size_t state = static_cast<size_t>(m.recurrent_elements) * sizeof(float) +
+                       static_cast<size_t>(m.conv_elements) * m.activation_bytes;
+  const size_t kv = num_blocks == 0
+                        ? 0
+                        : static_cast<size_t>(limits.max_batch_tokens) * 2 *
+                              static_cast<size_t>(c.num_kv_heads * c.head_dim) * m.activation_bytes;
+  const size_t logits = static_cast<size_t>(kLogitRows) * (c.vocab_size + 1) * sizeof(float);
+  const size_t stats = static_cast<size_t>(LinearLayers(c) + 1) * sizeof(int32_t) *
+                       static_cast<size_t>(limits.max_batch_seqs * (c.gdn.num_k_heads + 1) + 1);
+  needs.to_host_bytes = std::max({state, kv, logits, stats});
+  return needs;
+}
+
+absl::StatusOr<Qwen35Memory> AllocateMemory(const ModelConfig& c, const RunnerLimits& limits,
+                                            int64_t num_blocks, OpTable& ops) {
+  return LayOut(c, limits, num_blocks, ops,
+                [&ops](size_t bytes, std::string_view what) { return ops.Allocate(bytes, what); });
 }
 
 }  // namespace sparsegdn::model

@@ -70,6 +70,15 @@ struct Qwen35Memory {
 
 AttentionShape AttentionShapeOf(const ModelConfig& config);
 
+// Bytes that AllocateMemory will ask the table for, each allocation rounded up to `granule`, and
+// the most that a step hands to the host at once. Errors of the table's GDN core.
+struct MemoryNeeds {
+  size_t device_bytes = 0;
+  size_t to_host_bytes = 0;
+};
+absl::StatusOr<MemoryNeeds> NeededMemory(const ModelConfig& config, const RunnerLimits& limits,
+                                         int64_t num_blocks, size_t granule, OpTable& ops);
+
 // Errors of the table. `num_blocks` counts the cache's blocks over all sequences.
 absl::StatusOr<Qwen35Memory> AllocateMemory(const ModelConfig& config, const RunnerLimits& limits,
                                             int64_t num_blocks, OpTable& ops);

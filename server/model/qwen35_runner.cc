@@ -6,9 +6,29 @@
 #include "absl/strings/str_cat.h"
 #include "server/model/status_macros.h"
 #include "server/model/step_plan.h"
+#include "server/model/weight_specs.h"
 
 namespace sparsegdn::model {
 namespace {
+
+constexpr size_t kAllocationGranule = 512;
+
+// Everything that the weights and the memory of a model will ask the table for.
+absl::Status Reserve(const ModelConfig& config, const RunnerLimits& limits, int64_t num_blocks,
+                     OpTable& ops) {
+  SPARSEGDN_ASSIGN_OR_RETURN(MemoryNeeds needs,
+                             NeededMemory(config, limits, num_blocks, kAllocationGranule, ops));
+  for (const TensorSpec& tensor : TextTensors(config)) {
+    const bool matrix = tensor.role == WeightRole::kEmbedding ||
+                        tensor.role == WeightRole::kProjection ||
+                        tensor.role == WeightRole::kResidualOut;
+    const size_t bytes = matrix ? ops.MatrixBytes(tensor.elements())
+                                : static_cast<size_t>(tensor.elements()) * sizeof(float);
+    needs.device_bytes +=
+        (bytes + kAllocationGranule - 1) / kAllocationGranule * kAllocationGranule;
+  }
+  return ops.Reserve(needs.device_bytes, needs.to_host_bytes);
+}
 
 ModelInfo InfoOf(const Qwen35Options& options, const OpTable& ops) {
   const ModelConfig& c = options.config;
@@ -49,6 +69,8 @@ absl::StatusOr<std::unique_ptr<Qwen35Runner>> Qwen35Runner::Create(Qwen35Options
       new Qwen35Runner(std::move(options), std::move(ops), std::move(slots)));
   const Qwen35Options& kept = runner->options_;
   runner->info_.weight_dtype = checkpoint.tensors().at("model.embed_tokens.weight").dtype;
+  SPARSEGDN_RETURN_IF_ERROR(
+      Reserve(kept.config, kept.limits, runner->slots_.num_blocks(), *runner->ops_));
   SPARSEGDN_ASSIGN_OR_RETURN(
       runner->weights_,
       UploadWeights(kept.config, checkpoint, kept.round_a_log, *runner->ops_, kept.progress));
@@ -85,7 +107,9 @@ absl::Status Qwen35Runner::Step(std::span<const Chunk> chunks, StepSink& sink, S
   if (chunks.empty()) return absl::OkStatus();
   SPARSEGDN_ASSIGN_OR_RETURN(const StepPlan plan,
                              MakePlan(chunks, options_.profile, slots_, memory_, *ops_));
-  SPARSEGDN_RETURN_IF_ERROR(graph_->Run(plan, sink, stats));
+  absl::Status status = graph_->Run(plan, sink, stats);
+  status.Update(ops_->FinishToHost());  // on any path: what is on its way refers to plan and sink
+  if (!status.ok()) return status;
   for (const Chunk& chunk : chunks) {
     slots_.Find(chunk.slot)->position += std::ssize(chunk.tokens);
   }

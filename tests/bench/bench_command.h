@@ -36,6 +36,7 @@ struct Command {
 };
 
 int RunGdn(Flags* flags);
+int RunModel(Flags* flags);
 
 }  // namespace sparsegdn::bench
 

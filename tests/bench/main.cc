@@ -52,6 +52,11 @@ constexpr Command kCommands[] = {
      "--backend cpu [--tokens N] [--k-heads N] [--v-heads N] [--dim N] [--dtype f32|bf16]\n"
      "      [--retention X] (1: dense) [--threads N] [--repeats N] [--json FILE]",
      RunGdn},
+    {"model",
+     "--model DIR [--backend auto|cpu|cuda] [--device N] [--tokens N,N,...] [--batch N]\n"
+     "      [--chunk N] [--retention X] (1: dense) [--kv] [--threads N] [--repeats N] [--json "
+     "FILE]",
+     RunModel},
 };
 
 int Usage() {

@@ -85,6 +85,7 @@ struct GdnForwardArgs {
   void* workspace = nullptr;           // at least WorkspaceBytes, 256-byte aligned
   size_t workspace_bytes = 0;
   GdnTimings* timings = nullptr;       // CPU only, null otherwise
+  void* selection_done = nullptr;      // CUDA only: a cudaEvent_t recorded after selection, or null
 };
 
 // Host-side upper bounds from which a workspace is sized once, before any call.

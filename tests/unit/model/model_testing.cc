@@ -97,19 +97,24 @@ RunnerLimits SmallLimits() {
 
 std::unique_ptr<Qwen35Runner> LoadRunner(const std::string& dir, const RunnerLimits& limits,
                                          bool round_a_log, int num_threads) {
+  auto ops = CreateCpuOpTable(num_threads, nullptr);
+  EXPECT_TRUE(ops.ok()) << ops.status();
+  return ops.ok() ? LoadRunnerOn(*std::move(ops), dir, limits, round_a_log) : nullptr;
+}
+
+std::unique_ptr<Qwen35Runner> LoadRunnerOn(std::unique_ptr<OpTable> ops, const std::string& dir,
+                                           const RunnerLimits& limits, bool round_a_log) {
   Qwen35Options options;
   auto config = LoadConfig(dir);
   EXPECT_TRUE(config.ok()) << config.status();
   if (!config.ok()) return nullptr;
   auto checkpoint = Checkpoint::Open(dir, *config);
   EXPECT_TRUE(checkpoint.ok()) << checkpoint.status();
-  auto ops = CreateCpuOpTable(num_threads, nullptr);
-  EXPECT_TRUE(ops.ok()) << ops.status();
-  if (!checkpoint.ok() || !ops.ok()) return nullptr;
+  if (!checkpoint.ok()) return nullptr;
   options.config = *config;
   options.limits = limits;
   options.round_a_log = round_a_log;
-  auto runner = Qwen35Runner::Create(options, *std::move(checkpoint), *std::move(ops));
+  auto runner = Qwen35Runner::Create(options, *std::move(checkpoint), std::move(ops));
   EXPECT_TRUE(runner.ok()) << runner.status();
   return runner.ok() ? *std::move(runner) : nullptr;
 }

@@ -65,6 +65,10 @@ RunnerLimits SmallLimits();
 std::unique_ptr<Qwen35Runner> LoadRunner(const std::string& dir, const RunnerLimits& limits,
                                          bool round_a_log = false, int num_threads = 2);
 
+// On an op table that the caller chose.
+std::unique_ptr<Qwen35Runner> LoadRunnerOn(std::unique_ptr<OpTable> ops, const std::string& dir,
+                                           const RunnerLimits& limits, bool round_a_log = false);
+
 Budget DenseBudget();
 
 // One sequence driven chunk by chunk on a runner; checks that every call succeeds.

@@ -1,0 +1,44 @@
+// y = x W^T (+ residual) by cuBLASLt, with the algorithm of every shape kept.
+//
+// The library is loaded at run time, so that a binary with CUDA starts on a machine without it.
+#ifndef SPARSEGDN_KERNELS_CUDA_OPS_GEMM_H_
+#define SPARSEGDN_KERNELS_CUDA_OPS_GEMM_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "sparsegdn/cuda_ops.h"
+
+namespace sparsegdn::cuda_ops {
+
+class LtGemm {
+ public:
+  // Takes `workspace_bytes` of device memory.
+  static absl::StatusOr<std::unique_ptr<LtGemm>> Create(size_t workspace_bytes);
+  ~LtGemm();
+  LtGemm(const LtGemm&) = delete;
+  LtGemm& operator=(const LtGemm&) = delete;
+
+  struct Product {
+    int64_t rows = 0;
+    ConstRows x;  // BF16 [rows, weight.in]
+    CudaMatrix weight;
+    ConstRows residual;  // BF16 [rows, weight.out], or null data
+    Rows y;
+    bool fp32_out = false;  // else BF16
+  };
+  absl::Status Run(const Product& product, cudaStream_t stream);
+
+ private:
+  struct Impl;
+  explicit LtGemm(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace sparsegdn::cuda_ops
+
+#endif  // SPARSEGDN_KERNELS_CUDA_OPS_GEMM_H_
