@@ -284,8 +284,11 @@ __device__ void Attend(const AttentionArgs& a, const Tile& t, Shared<kDim>& s) {
     for (int h = 0; h < kDim / 128; ++h) FenceRegisters(x.out[h]);
     BarrierArriveWarp(&s.empty_v[stage]);
     PackWeights<kDim>(x);
+    // Once the maxima have settled nothing shrinks any more.
+    if (__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
 #pragma unroll
-    for (int i = 0; i < kDim / 2; ++i) x.out[i / 64][i % 64] *= shrink[i % 4 / 2];
+      for (int i = 0; i < kDim / 2; ++i) x.out[i / 64][i % 64] *= shrink[i % 4 / 2];
+    }
   }
   const int last = t.tiles - 1;
   BarrierWait(&s.full_v[last % kStages], last / kStages & 1);

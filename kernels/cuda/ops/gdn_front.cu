@@ -32,19 +32,6 @@ __device__ void Gates(const GdnFrontArgs& a, int64_t begin, int64_t end) {
   }
 }
 
-// The three raw rows before token 0 of a sequence, from its state [C, 4].
-template <int kN>
-__device__ __forceinline__ void LoadHistory(const bf16* state, int64_t channel,
-                                            float (&history)[kTaps - 1][kN]) {
-#pragma unroll
-  for (int c = 0; c < kN; ++c) {
-#pragma unroll
-    for (int j = 0; j < kTaps - 1; ++j) {
-      history[j][c] = __bfloat162float(state[(channel + c) * kTaps + j + 1]);
-    }
-  }
-}
-
 // History at a row inside a sequence: rows before the sequence come from the state.
 template <int kN>
 __device__ __forceinline__ void StartHistory(const GdnFrontArgs& a, int seq, int64_t row,
@@ -68,36 +55,58 @@ __device__ __forceinline__ void StartHistory(const GdnFrontArgs& a, int seq, int
   }
 }
 
+// y of one row; the row becomes the newest of the history.
+template <int kN>
+__device__ __forceinline__ void Step(const float (&taps)[kTaps][kN],
+                                     float (&history)[kTaps - 1][kN], const float (&x)[kN],
+                                     float (&y)[kN]) {
+#pragma unroll
+  for (int c = 0; c < kN; ++c) {
+    const float sum = taps[0][c] * history[0][c] + taps[1][c] * history[1][c] +
+                      taps[2][c] * history[2][c] + taps[3][c] * x[c];
+    y[c] = Silu(sum);
+    history[0][c] = history[1][c];
+    history[1][c] = history[2][c];
+    history[2][c] = x[c];
+  }
+}
+
+// Rows [row, end) of one sequence, kBatch of them in flight at a time.
+template <int kN>
+__device__ __forceinline__ void ConvolveRows(const GdnFrontArgs& a, int64_t row, int64_t end,
+                                             int64_t channel, const float (&taps)[kTaps][kN],
+                                             float (&history)[kTaps - 1][kN]) {
+  constexpr int kBatch = 4;
+  float x[kBatch][kN], y[kN];
+  for (; row + kBatch <= end; row += kBatch) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) Load<kN>(RowOf(a.x, row + i) + channel, x[i]);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      Step<kN>(taps, history, x[i], y);
+      Store<kN>(RowOf(a.y, row + i) + channel, y);
+    }
+  }
+  for (; row < end; ++row) {
+    Load<kN>(RowOf(a.x, row) + channel, x[0]);
+    Step<kN>(taps, history, x[0], y);
+    Store<kN>(RowOf(a.y, row) + channel, y);
+  }
+}
+
 template <int kN>
 __device__ void Convolve(const GdnFrontArgs& a, int64_t begin, int64_t end, int64_t channel) {
   float taps[kTaps][kN], history[kTaps - 1][kN];
 #pragma unroll
   for (int j = 0; j < kTaps; ++j) LoadFloats<kN>(a.taps + j * a.channels + channel, taps[j]);
   int seq = SequenceOf(a.pack, begin);
-  int64_t next = a.pack.cu_seqlens[seq + 1];
-  StartHistory<kN>(a, seq, begin, channel, history);
-#pragma unroll 4
-  for (int64_t row = begin; row < end; ++row) {
-    if (row == next) {
-      do {
-        next = a.pack.cu_seqlens[++seq + 1];
-      } while (next == row);
-      const bf16* state =
-          static_cast<const bf16*>(a.conv_state) + int64_t{a.pack.slots[seq]} * a.channels * kTaps;
-      LoadHistory<kN>(state, channel, history);
-    }
-    float x[kN], y[kN];
-    Load<kN>(RowOf(a.x, row) + channel, x);
-#pragma unroll
-    for (int c = 0; c < kN; ++c) {
-      const float sum = taps[0][c] * history[0][c] + taps[1][c] * history[1][c] +
-                        taps[2][c] * history[2][c] + taps[3][c] * x[c];
-      y[c] = Silu(sum);
-      history[0][c] = history[1][c];
-      history[1][c] = history[2][c];
-      history[2][c] = x[c];
-    }
-    Store<kN>(RowOf(a.y, row) + channel, y);
+  for (int64_t row = begin; row < end; ++seq) {
+    const int64_t next = a.pack.cu_seqlens[seq + 1];
+    const int64_t stop = next < end ? next : end;
+    if (stop <= row) continue;  // an empty sequence
+    StartHistory<kN>(a, seq, row, channel, history);
+    ConvolveRows<kN>(a, row, stop, channel, taps, history);
+    row = stop;
   }
 }
 

@@ -64,7 +64,9 @@ __device__ __forceinline__ void LoadFloats(const float* from, float (&x)[kN]) {
   }
 }
 
-__device__ __forceinline__ float Sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+// Within 2^-20 for the activations, which are rounded to 8 bits afterwards. The quotient of an
+// argument whose exponential overflows is 0.
+__device__ __forceinline__ float Sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 __device__ __forceinline__ float Silu(float x) { return x * Sigmoid(x); }
 
 __device__ __forceinline__ float WarpSum(float x) {

@@ -44,7 +44,8 @@ class CudaOps {
   // Device memory that Create takes for itself.
   static constexpr size_t kGemmWorkspaceBytes = size_t{64} << 20;
 
-  // y = x W^T (+ residual); residual may be y, or have null data. Strides are multiples of 8.
+  // y = x W^T (+ residual); residual may be y, or have null data. Strides are multiples of 8. The
+  // product may be rounded to BF16 before the residual is added.
   absl::Status Gemm(int64_t rows, ConstRows x, const CudaMatrix& weight, ConstRows residual,
                     Rows y);
   // As Gemm without residual, FP32 out: y [rows, out] contiguous.

@@ -47,22 +47,28 @@ class CudaRunnerTest : public ::testing::Test {
   }
 };
 
-// Greedy tokens may differ where the two best logits are within the noise: such positions count as
-// equal when the device's choice is that close to the reference's.
+// Logits over all positions of the fixture; a single position, whose errors do not average, has
+// half as much again.
 void ExpectGoldenLogits(const Fixture& fixture, const KeepingSink& sink, size_t vocab) {
   const std::vector<int32_t> rows = fixture.Ints("rows");
   const std::vector<float>& logits = fixture.at("logits").values;
+  std::vector<float> all;
   size_t same = 0;
   double worst = 0.0;
   for (size_t r = 0; r < rows.size(); ++r) {
     const auto wanted = std::span(logits).subspan(r * vocab, vocab);
     const std::vector<float>& got = sink.logits.at({0, rows[r]});
+    all.insert(all.end(), got.begin(), got.end());
     worst = std::max(worst, RelativeError(got, wanted));
     same += Greedy(got) == Greedy(wanted);
   }
-  std::printf("worst relative error of logits %.4f, greedy tokens equal at %zu of %zu positions\n",
-              worst, same, rows.size());
-  EXPECT_LE(worst, kLogits);
+  const double error = RelativeError(all, logits);
+  std::printf(
+      "relative error of logits %.4f, of the worst position %.4f; greedy tokens equal at "
+      "%zu of %zu positions\n",
+      error, worst, same, rows.size());
+  EXPECT_LE(error, kLogits);
+  EXPECT_LE(worst, 1.5 * kLogits);
   EXPECT_GE(static_cast<double>(same), 0.99 * static_cast<double>(rows.size()));
 }
 
