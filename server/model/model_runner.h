@@ -19,6 +19,11 @@ namespace sparsegdn::model {
 
 enum class LayerKind { kLinear, kFull };
 
+// Bytes reserved on a device at load, by use; all 0 on the CPU.
+struct DeviceMemory {
+  int64_t weights = 0, states = 0, kv = 0, workspace = 0, activations = 0;
+};
+
 // Shapes and identity of the resident model, constant after load.
 struct ModelInfo {
   std::string identity;  // 64 hex digits: SHA-256 defined in docs/snapshot_format.md
@@ -38,6 +43,7 @@ struct ModelInfo {
   DType compute_dtype = DType::kF32;  // of conv states and KV as the sink receives them
   bool round_a_log = false;
   std::vector<double> budget_profile;  // relative retention per GDN layer; empty: the same
+  DeviceMemory device_memory;
 };
 
 // Fixed at creation; memory for all of it is reserved then.

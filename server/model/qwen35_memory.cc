@@ -13,6 +13,11 @@ namespace {
 // Rows start on whole vectors and cache lines in either activation dtype.
 constexpr int64_t kRowAlign = 64;
 
+// What errors call the allocations that are counted apart.
+constexpr char kRecurrentStates[] = "recurrent states", kConvStates[] = "conv states",
+               kCheckpoints[] = "checkpoints", kAttentionCache[] = "attention cache",
+               kGdnWorkspace[] = "GDN workspace";
+
 // Takes memory from the table, or only counts it.
 class Allocator {
  public:
@@ -56,15 +61,15 @@ void AllocatePools(const ModelConfig& c, const RunnerLimits& limits, int64_t num
   for (size_t i = 0; i < c.layers.size(); ++i) {
     Qwen35Memory::Layer& layer = m.layers[i];
     if (c.layers[i] == LayerKind::kLinear) {
-      alloc.Array(layer.recurrent, limits.state_slots * m.recurrent_elements, "recurrent states");
+      alloc.Array(layer.recurrent, limits.state_slots * m.recurrent_elements, kRecurrentStates);
       alloc.Bytes(layer.conv,
                   static_cast<size_t>(limits.state_slots * m.conv_elements) * m.activation_bytes,
-                  "conv states");
+                  kConvStates);
     } else {
       alloc.Bytes(layer.kv,
                   static_cast<size_t>(num_blocks) *
                       ops.KvBlockBytes(AttentionShapeOf(c), limits.kv_block_tokens),
-                  "attention cache");
+                  kAttentionCache);
     }
   }
 }
@@ -123,17 +128,24 @@ absl::StatusOr<Qwen35Memory> LayOut(const ModelConfig& c, const RunnerLimits& li
   if (LinearLayers(c) > 0) {
     // Dense steps may ask for a state every kGroup tokens, one more where a chunk starts unaligned.
     m.max_checkpoints = limits.max_batch_tokens / kGroup + limits.max_batch_seqs;
-    alloc.Array(m.checkpoint_recurrent, m.max_checkpoints * m.recurrent_elements, "checkpoints");
+    alloc.Array(m.checkpoint_recurrent, m.max_checkpoints * m.recurrent_elements, kCheckpoints);
     alloc.Bytes(m.checkpoint_conv,
                 static_cast<size_t>(m.max_checkpoints * m.conv_elements) * m.activation_bytes,
-                "checkpoints");
+                kCheckpoints);
     const GdnLimits gdn{c.gdn, limits.max_batch_tokens, limits.max_batch_seqs, 1.0,
                         ops.activation_dtype()};
     SPARSEGDN_ASSIGN_OR_RETURN(m.workspace_bytes, ops.GdnWorkspaceBytes(gdn));
-    alloc.Bytes(m.workspace, m.workspace_bytes, "GDN workspace");
+    alloc.Bytes(m.workspace, m.workspace_bytes, kGdnWorkspace);
   }
   SPARSEGDN_RETURN_IF_ERROR(alloc.status());
   return m;
+}
+
+// Where an allocation is counted.
+int64_t& UseOf(std::string_view what, DeviceMemory& memory) {
+  if (what == kRecurrentStates || what == kConvStates || what == kCheckpoints) return memory.states;
+  if (what == kAttentionCache) return memory.kv;
+  return what == kGdnWorkspace ? memory.workspace : memory.activations;
 }
 
 }  // namespace
@@ -145,8 +157,8 @@ AttentionShape AttentionShapeOf(const ModelConfig& c) {
 absl::StatusOr<MemoryNeeds> NeededMemory(const ModelConfig& c, const RunnerLimits& limits,
                                          int64_t num_blocks, size_t granule, OpTable& ops) {
   MemoryNeeds needs;
-  const auto count = [&](size_t bytes, std::string_view) -> absl::StatusOr<void*> {
-    needs.device_bytes += (bytes + granule - 1) / granule * granule;
+  const auto count = [&](size_t bytes, std::string_view what) -> absl::StatusOr<void*> {
+    UseOf(what, needs.device) += static_cast<int64_t>((bytes + granule - 1) / granule * granule);
     return nullptr;
   };
   SPARSEGDN_ASSIGN_OR_RETURN(const Qwen35Memory m, LayOut(c, limits, num_blocks, ops, count));

@@ -73,7 +73,7 @@ AttentionShape AttentionShapeOf(const ModelConfig& config);
 // Bytes that AllocateMemory will ask the table for, each allocation rounded up to `granule`, and
 // the most that a step hands to the host at once. Errors of the table's GDN core.
 struct MemoryNeeds {
-  size_t device_bytes = 0;
+  DeviceMemory device;  // no weights
   size_t to_host_bytes = 0;
 };
 absl::StatusOr<MemoryNeeds> NeededMemory(const ModelConfig& config, const RunnerLimits& limits,

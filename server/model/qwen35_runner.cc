@@ -13,21 +13,26 @@ namespace {
 
 constexpr size_t kAllocationGranule = 512;
 
-// Everything that the weights and the memory of a model will ask the table for.
-absl::Status Reserve(const ModelConfig& config, const RunnerLimits& limits, int64_t num_blocks,
-                     OpTable& ops) {
+// Asks the table for everything that the weights and the memory of a model will take. All 0 where
+// the table does not count (MatrixBytes).
+absl::StatusOr<DeviceMemory> Reserve(const ModelConfig& config, const RunnerLimits& limits,
+                                     int64_t num_blocks, OpTable& ops) {
   SPARSEGDN_ASSIGN_OR_RETURN(MemoryNeeds needs,
                              NeededMemory(config, limits, num_blocks, kAllocationGranule, ops));
+  DeviceMemory& device = needs.device;
   for (const TensorSpec& tensor : TextTensors(config)) {
     const bool matrix = tensor.role == WeightRole::kEmbedding ||
                         tensor.role == WeightRole::kProjection ||
                         tensor.role == WeightRole::kResidualOut;
     const size_t bytes = matrix ? ops.MatrixBytes(tensor.elements())
                                 : static_cast<size_t>(tensor.elements()) * sizeof(float);
-    needs.device_bytes +=
-        (bytes + kAllocationGranule - 1) / kAllocationGranule * kAllocationGranule;
+    device.weights += static_cast<int64_t>((bytes + kAllocationGranule - 1) / kAllocationGranule *
+                                           kAllocationGranule);
   }
-  return ops.Reserve(needs.device_bytes, needs.to_host_bytes);
+  const int64_t total =
+      device.weights + device.states + device.kv + device.workspace + device.activations;
+  SPARSEGDN_RETURN_IF_ERROR(ops.Reserve(static_cast<size_t>(total), needs.to_host_bytes));
+  return ops.MatrixBytes(1) > 0 ? device : DeviceMemory{};
 }
 
 ModelInfo InfoOf(const Qwen35Options& options, const OpTable& ops) {
@@ -69,7 +74,8 @@ absl::StatusOr<std::unique_ptr<Qwen35Runner>> Qwen35Runner::Create(Qwen35Options
       new Qwen35Runner(std::move(options), std::move(ops), std::move(slots)));
   const Qwen35Options& kept = runner->options_;
   runner->info_.weight_dtype = checkpoint.tensors().at("model.embed_tokens.weight").dtype;
-  SPARSEGDN_RETURN_IF_ERROR(
+  SPARSEGDN_ASSIGN_OR_RETURN(
+      runner->info_.device_memory,
       Reserve(kept.config, kept.limits, runner->slots_.num_blocks(), *runner->ops_));
   SPARSEGDN_ASSIGN_OR_RETURN(
       runner->weights_,

@@ -26,6 +26,7 @@ struct ServerConfig {
   std::string config_file;
   std::string model_dir;
   std::string backend = "auto";
+  int64_t device = 0;   // CUDA
   int64_t threads = 0;  // 0: the cores this process may use
   bool round_a_log = false;
   std::string budget_profile;  // a file; "none"; empty: beside the model, if there is one

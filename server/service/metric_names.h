@@ -93,6 +93,8 @@ inline constexpr MetricDef kAll[] = {
     {"sparsegdn_build_info", MetricType::kGauge, "version,commit", "1."},
     {"sparsegdn_model_info", MetricType::kGauge, "name,identity,backend",
      "1 for the resident model; empty labels while it loads."},
+    {"sparsegdn_device_memory_bytes", MetricType::kGauge, "kind",
+     "Bytes reserved at load on the CUDA device, by use; 0 on the CPU."},
 };
 
 }  // namespace metric

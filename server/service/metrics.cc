@@ -18,6 +18,7 @@ constexpr const char* kMethodNames[] = {"Prefill", "ImportSnapshot", "ReleaseSna
 constexpr const char* kTierNames[] = {"dense", "high", "mid", "low"};
 constexpr const char* kStageNames[] = {"queued", "computing", "streaming"};
 constexpr const char* kDTypeNames[] = {"fp32", "bf16", "fp8_e4m3", "int32"};
+constexpr const char* kMemoryKindNames[] = {"weights", "states", "kv", "workspace", "activations"};
 constexpr const char* kBandNames[] = {"lt_1k", "1k_8k", "8k_32k", "32k_128k", "ge_128k"};
 constexpr int64_t kBandEnds[] = {1024, 8192, 32768, 131072};
 
@@ -121,6 +122,10 @@ void Metrics::CreateGauges() {
   overhead_ = &GaugeFamily("selection_overhead_ratio", registry_).Add({});
   ready_ = &GaugeFamily("ready", registry_).Add({});
   shared_memory_bytes_ = &GaugeFamily("shared_memory_bytes", registry_).Add({});
+  auto& memory = GaugeFamily("device_memory_bytes", registry_);
+  for (int k = 0; k < kMemoryKinds; ++k) {
+    device_memory_[k] = &memory.Add({{"kind", kMemoryKindNames[k]}});
+  }
   model_info_ = &GaugeFamily("model_info", registry_);
   model_info_child_ = &model_info_->Add({{"name", ""}, {"identity", ""}, {"backend", ""}});
 }
@@ -164,6 +169,10 @@ void Metrics::SetModel(const model::ModelInfo& info) {
   model_info_child_ = &model_info_->Add(
       {{"name", info.name}, {"identity", info.identity}, {"backend", info.backend}});
   model_info_child_->Set(1);
+  const model::DeviceMemory& memory = info.device_memory;
+  const int64_t bytes[] = {memory.weights, memory.states, memory.kv, memory.workspace,
+                           memory.activations};
+  for (int k = 0; k < kMemoryKinds; ++k) device_memory_[k]->Set(static_cast<double>(bytes[k]));
 }
 
 std::string Metrics::Scrape(const engine::EngineGauges& gauges) {

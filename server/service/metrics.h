@@ -78,6 +78,8 @@ class Metrics final : public engine::EngineObserver {
       *kept_bytes_, *buffered_, *overhead_, *ready_, *shared_memory_bytes_;
   prometheus::Family<Gauge>* model_info_;
   Gauge* model_info_child_;
+  static constexpr int kMemoryKinds = 5;
+  Gauge* device_memory_[kMemoryKinds];
   Histogram *queue_wait_, *first_frame_, *to_snapshot_, *stream_, *batch_tokens_, *batch_requests_,
       *selection_, *gdn_core_;
   std::array<std::array<Histogram*, kBands>, kTiers> prefill_;

@@ -54,6 +54,7 @@ absl::StatusOr<model::LoadOptions> ToLoadOptions(const ServerConfig& config) {
   model::LoadOptions options;
   options.dir = config.model_dir;
   options.backend = config.backend;
+  options.device = static_cast<int>(config.device);
   options.num_threads = static_cast<int>(config.threads);
   options.round_a_log = config.round_a_log;
   options.budget_profile = config.budget_profile;
@@ -64,9 +65,13 @@ absl::StatusOr<model::LoadOptions> ToLoadOptions(const ServerConfig& config) {
       static_cast<int32_t>(std::min(config.max_batch_requests, config.state_slots));
   limits.kv_block_tokens = kKvBlockTokens;
   limits.kv_tokens = KvTokens(config, *model);
-  options.progress = [](std::string_view stage, int64_t done, int64_t total) {
-    Log(LogLevel::kDebug, "loading",
+  // A line for every tenth of a stage, the rest for those who debug.
+  options.progress = [tenth = int64_t{0}](std::string_view stage, int64_t done,
+                                          int64_t total) mutable {
+    const int64_t now = total > 0 ? 10 * done / total : 10;
+    Log(now != tenth ? LogLevel::kInfo : LogLevel::kDebug, "loading",
         {{"stage", std::string(stage)}, {"done", done}, {"total", total}});
+    tenth = now;
   };
   options.warning = [](std::string_view message) {
     Log(LogLevel::kWarning, "model", {{"message", std::string(message)}});

@@ -1,7 +1,10 @@
-// sparsegdn-bench gdn: time, FLOP rate and share of the same run's sgemm for the CPU GDN core.
+// sparsegdn-bench gdn: time and FLOP rate of the GDN core; on the CPU also the share of the same
+// run's sgemm.
 //
 // FLOPs count the dense chunk form, 10.5 MFLOP per 64 tokens and value head at D 128, for every
 // budget: the rate of a sparse row is that of the dense work it replaces.
+#include "tests/bench/bench_gdn.h"
+
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -10,7 +13,6 @@
 #include <random>
 
 #include "kernels/common/float_convert.h"
-#include "sparsegdn/gdn.h"
 #include "tests/bench/bench_command.h"
 #if defined(SPARSEGDN_BENCH_CBLAS)
 #include <cblas.h>
@@ -43,20 +45,6 @@ double SgemmGflops() {
   return 0.0;
 #endif
 }
-
-struct Problem {
-  GdnShape shape;
-  int64_t tokens;
-  DType dtype;
-  std::vector<char> q, k, v, o;
-  std::vector<float> log_gate, beta, state;
-  std::vector<uint8_t> mask;
-  std::vector<int32_t> cu_seqlens;
-  SequenceParams sequence;
-  std::vector<char> workspace;
-  GdnTimings timings;
-  GdnForwardArgs args;
-};
 
 void FillRows(std::vector<char>* out, DType dtype, int64_t rows, int dim, bool unit,
               std::mt19937* rng) {
@@ -137,6 +125,35 @@ int Fail(const std::string& message) {
   return 1;
 }
 
+// FLOPs of the dense chunk form.
+double DenseFlops(const Problem& p) {
+  const GdnShape& s = p.shape;
+  return static_cast<double>(p.tokens) * s.num_v_heads *
+         (6.0 * s.head_dim_k * s.head_dim_v + 128.0 * (s.head_dim_k + s.head_dim_v));
+}
+
+int RunOnCuda(const Problem& p, int device, int repeats, const std::string& json) {
+  const absl::StatusOr<CudaTimes> times = TimeOnCuda(p, device, repeats);
+  if (!times.ok()) return Fail(std::string(times.status().message()));
+  const Summary eager = Summarize(times->eager_ms), graph = Summarize(times->graph_ms);
+  const double tflops = 1e-9 * DenseFlops(p) / graph.median_ms;
+  std::printf(
+      "eager median %.3f ms, p90 %.3f ms; graph median %.3f ms, p90 %.3f ms; kept %.3f; "
+      "%.0f TFLOP/s of dense work\n",
+      eager.median_ms, eager.p90_ms, graph.median_ms, graph.p90_ms, times->kept, tflops);
+  if (json.empty()) return 0;
+  std::ofstream(json) << "{\"benchmark\": \"gdn\", \"backend\": \"cuda\", \"commit\": \""
+                      << SPARSEGDN_COMMIT_TEXT << "\", \"tokens\": " << p.tokens
+                      << ", \"num_k_heads\": " << p.shape.num_k_heads
+                      << ", \"num_v_heads\": " << p.shape.num_v_heads
+                      << ", \"retained\": " << times->kept
+                      << ", \"eager_median_ms\": " << eager.median_ms
+                      << ", \"graph_median_ms\": " << graph.median_ms
+                      << ", \"graph_p90_ms\": " << graph.p90_ms << ", \"dense_tflops\": " << tflops
+                      << "}\n";
+  return 0;
+}
+
 void Report(const Problem& p, const Summary& time, double sgemm, const std::string& json) {
   const GdnShape& s = p.shape;
   const double kept = [&] {
@@ -144,9 +161,7 @@ void Report(const Problem& p, const Summary& time, double sgemm, const std::stri
     for (uint8_t m : p.mask) n += m;
     return static_cast<double>(n) / static_cast<double>(p.mask.size());
   }();
-  const double flops = static_cast<double>(p.tokens) * s.num_v_heads *
-                       (6.0 * s.head_dim_k * s.head_dim_v + 128.0 * (s.head_dim_k + s.head_dim_v));
-  const double gflops = 1e-6 * flops / time.median_ms;
+  const double gflops = 1e-6 * DenseFlops(p) / time.median_ms;
   std::printf("median %.2f ms, p90 %.2f ms, selection %.2f ms, kept %.3f, workspace %.2f MiB\n",
               time.median_ms, time.p90_ms, p.timings.selection_ns * 1e-6, kept,
               p.args.workspace_bytes / 1048576.0);
@@ -180,14 +195,18 @@ int RunGdn(Flags* flags) {
   p.tokens = flags->GetInt("tokens", 4096);
   p.dtype = dtype == "f32" ? DType::kF32 : DType::kBF16;
   const int threads = static_cast<int>(flags->GetInt("threads", 0));
+  const int device = static_cast<int>(flags->GetInt("device", 0));
   for (const std::string& name : flags->Unknown()) return Fail("unknown flag --" + name);
-  if (backend_name != "cpu") return Fail("backend = " + backend_name + ", must be cpu");
+  if (backend_name != "cpu" && backend_name != "cuda") {
+    return Fail("backend = " + backend_name + ", must be cpu or cuda");
+  }
   if (dtype != "f32" && dtype != "bf16") return Fail("dtype = " + dtype + ", must be f32 or bf16");
 
   p.sequence.budget.retention = retention;
   if (retention == 1.0) p.sequence.budget.mode = BudgetMode::kDense;
   FillProblem(&p);
   SetArgs(&p);
+  if (backend_name == "cuda") return RunOnCuda(p, device, repeats, json);
   auto backend = CreateCpuBackend({.num_threads = threads});
   if (!backend.ok()) return Fail(std::string(backend.status().message()));
   std::vector<double> times;

@@ -49,7 +49,8 @@ namespace {
 
 constexpr Command kCommands[] = {
     {"gdn",
-     "--backend cpu [--tokens N] [--k-heads N] [--v-heads N] [--dim N] [--dtype f32|bf16]\n"
+     "--backend cpu|cuda [--device N] [--tokens N] [--k-heads N] [--v-heads N] [--dim N] [--dtype "
+     "f32|bf16]\n"
      "      [--retention X] (1: dense) [--threads N] [--repeats N] [--json FILE]",
      RunGdn},
     {"model",

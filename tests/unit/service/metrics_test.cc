@@ -142,8 +142,10 @@ TEST(Metrics, TheModelReplacesTheEmptyChild) {
   info.name = "tiny";
   info.identity = "abc";
   info.backend = "cpu";
+  info.device_memory.kv = 4096;
   metrics.SetModel(info);
   const std::string text = metrics.Scrape({});
+  EXPECT_NE(text.find("sparsegdn_device_memory_bytes{kind=\"kv\"} 4096"), std::string::npos);
   EXPECT_NE(text.find("\"tiny\""), std::string::npos);
   EXPECT_EQ(text.find("name=\"\""), std::string::npos);
 }
