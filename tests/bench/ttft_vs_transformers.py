@@ -38,8 +38,10 @@ from sparsegdn_client.types import DENSE
 from transformers import AutoModelForCausalLM, __version__ as transformers_version
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# Two BF16 runs of 32 layers that round at different places: each is 2-3 % off the exact logits.
-LOGITS_TOLERANCE = 6e-2
+# Two BF16 runs that round at different places. transformers' own BF16 logits are off its FP32 ones
+# by 4 % in the mean and 7 % at most (32 layers of random weights, hidden size 256, 200 tokens), and
+# two independent errors of 7 % differ by 10 %.
+LOGITS_TOLERANCE = 0.12
 START_SECONDS = 300
 
 

@@ -1,141 +1,37 @@
 // Causal attention with grouped heads over the paged cache on Hopper's matrix units.
 //
 //   S = q k^T, P = softmax(D^-1/2 S) over positions <= the query's, out = (P v) * sigmoid(gate)
-// One block: 128 queries of one head against tiles of 64 keys, online softmax. Warpgroup 0 copies
-// tiles from the cache's blocks to shared memory (two stages of K and of V); warpgroups 1 and 2
-// hold 64 queries each: S by m64n64k16 from shared memory, P V by m64n128k16 with P in registers.
-// The next S runs beside the current P V, the softmax of one warpgroup beside the products of the
-// other.
+// One block: 128 queries of one head against tiles of 64 keys, online softmax. Warpgroup 0 has the
+// copy engine bring tiles from the cache's blocks to shared memory (two stages of K and of V);
+// warpgroups 1 and 2 hold 64 queries each: S by m64n64k16 from shared memory, P V by m64n128k16
+// with P in registers. The next S runs beside the current P V, the softmax of one warpgroup beside
+// the products of the other.
 //
-// FLOPs: 4 D per visible (query, key) pair and head; K and V pass through L2 once per 128 queries,
-// which is 64 FLOP a byte and head, shared by the heads of a group: bound by the matrix units.
+// FLOPs: 4 D per visible (query, key) pair and head. A block alone reads K and V once per 128
+// queries, 128 FLOP a byte, which at 800 TFLOP/s is more than L2 delivers. So two heads of one key
+// head form a cluster whose blocks fetch half of each tile and multicast it: 256 FLOP a byte.
 #include <cmath>
 
-#include "kernels/cuda/ops/ops_common.cuh"
+#include "kernels/cuda/ops/attention_tiles.cuh"
 #include "kernels/cuda/wgmma.cuh"
 
 namespace sparsegdn::cuda_ops {
+namespace attention {
 namespace {
 
-using cuda::BarrierArriveWarp;
 using cuda::BarrierInit;
-using cuda::BarrierWait;
-using cuda::CopyAsync16;
-using cuda::CopyCommit;
-using cuda::CopyWait;
 using cuda::Exp2;
 using cuda::FenceRegisters;
 using cuda::kStepK;
 using cuda::kStepKTransposed;
 using cuda::PanelDescriptor;
-using cuda::PanelOffset;
-using cuda::ProxyFence;
-using cuda::SharedAddress;
 using cuda::WgmmaCommit;
 using cuda::WgmmaFence;
 using cuda::WgmmaN128A;
 using cuda::WgmmaN64;
 using cuda::WgmmaWait;
 
-constexpr int kQueries = 128, kKeys = 64;
-constexpr int kStages = 2;
-constexpr int kThreads = 384;
-
-template <int kDim>
-struct Shared {
-  unsigned char q[kQueries * kDim * 2];
-  unsigned char k[kStages][kKeys * kDim * 2];
-  unsigned char v[kStages][kKeys * kDim * 2];
-  uint64_t full_q, full_k[kStages], full_v[kStages], empty_k[kStages], empty_v[kStages];
-};
-
-// The queries of one block.
-struct Tile {
-  int seq = -1;  // -1: no work
-  int head = 0;
-  int64_t row = 0;       // of the pack
-  int rows = 0;          // real ones, at most kQueries
-  int64_t position = 0;  // of the first
-  int64_t keys = 0;      // positions that the sequence has, this pack included
-  int tiles = 0;         // of keys that some query sees
-};
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-constexpr int kQueryPanel = kQueries * 128;  // bytes of 64 columns of the queries
-constexpr int kKeyPanel = kKeys * 128;
-
-// Heads vary fastest, so that blocks that run together share keys; the last queries, which see the
-// most keys, go first.
-__device__ Tile FindTile(const AttentionArgs& a) {
-  Tile t;
-  t.head = static_cast<int>(blockIdx.x % a.shape.num_q_heads);
-  int64_t index = (gridDim.x - 1 - blockIdx.x) / a.shape.num_q_heads;
-  for (int s = 0; s < a.pack.num_seqs; ++s) {
-    const int64_t begin = a.pack.cu_seqlens[s], length = a.pack.cu_seqlens[s + 1] - begin;
-    const int64_t tiles = (length + kQueries - 1) / kQueries;
-    if (index >= tiles) {
-      index -= tiles;
-      continue;
-    }
-    const int64_t first = index * kQueries, rest = length - first;
-    t.seq = s;
-    t.row = begin + first;
-    t.rows = static_cast<int>(rest < kQueries ? rest : kQueries);
-    t.position = a.pack.first_positions[s] + first;
-    t.keys = a.pack.first_positions[s] + length;
-    t.tiles = static_cast<int>((t.position + t.rows - 1) / kKeys + 1);
-    break;
-  }
-  return t;
-}
-
-// Pieces of 16 bytes of `rows` rows, spread over the 128 threads of the copying warpgroup.
-template <int kDim, int kRows>
-__device__ __forceinline__ void CopyRows(unsigned char* to, const bf16* from, int64_t stride,
-                                         int64_t valid) {
-  constexpr int kPieces = kDim / kVector;
-  const int piece = threadIdx.x % kPieces;
-  const uint32_t base = SharedAddress(to) + static_cast<uint32_t>(piece / 8 * (kRows * 128));
-#pragma unroll 8
-  for (int row = threadIdx.x / kPieces; row < kRows; row += 128 / kPieces) {
-    const bool ok = row < valid;
-    CopyAsync16(base + PanelOffset(row, piece % 8 * kVector),
-                from + (ok ? row : 0) * stride + piece * kVector, ok);
-  }
-  CopyCommit();
-}
-
-// Marks the copies of all but the last kPending groups as arrived.
-template <int kPending>
-__device__ __forceinline__ void Publish(uint64_t* barrier) {
-  CopyWait<kPending>();
-  ProxyFence();
-  BarrierArriveWarp(barrier);
-}
-
-template <int kDim>
-__device__ void CopyTiles(const AttentionArgs& a, const Tile& t, Shared<kDim>& s) {
-  const int64_t width = int64_t{a.shape.num_kv_heads} * kDim;
-  const int kv = t.head / (a.shape.num_q_heads / a.shape.num_kv_heads);
-  const int32_t* table = a.cache.block_tables + t.seq * a.cache.max_blocks;
-  CopyRows<kDim, kQueries>(s.q, RowOf(a.q, t.row) + int64_t{t.head} * kDim, a.q.stride, t.rows);
-  Publish<0>(&s.full_q);
-  for (int n = 0; n < t.tiles; ++n) {
-    const int stage = n % kStages, parity = (n / kStages + 1) & 1;
-    const int64_t first = int64_t{n} * kKeys;
-    const bf16* rows = CacheRow(a.cache, table, 2 * width, first) + int64_t{kv} * kDim;
-    // Positions that were never written may hold anything, and 0 * NaN is NaN: they become zeros.
-    const int64_t valid = t.keys - first;
-    if (n >= kStages) BarrierWait(&s.empty_k[stage], parity);
-    CopyRows<kDim, kKeys>(s.k[stage], rows, 2 * width, valid);
-    if (n > 0) Publish<1>(&s.full_v[(n - 1) % kStages]);
-    if (n >= kStages) BarrierWait(&s.empty_v[stage], parity);
-    CopyRows<kDim, kKeys>(s.v[stage], rows + width, 2 * width, valid);
-    Publish<1>(&s.full_k[stage]);
-  }
-  Publish<0>(&s.full_v[(t.tiles - 1) % kStages]);
-}
 
 // What a thread holds of 64 queries: rows `row` and `row + 8` of its warpgroup.
 template <int kDim>
@@ -249,7 +145,7 @@ __device__ void Attend(const AttentionArgs& a, const Tile& t, Shared<kDim>& s) {
   const int group = threadIdx.x / 128 - 1;
   const int row = group * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   const float scale_log2 = 1.44269504f * rsqrtf(static_cast<float>(kDim));
-  const uint32_t q = SharedAddress(s.q) + group * (64 * 128);
+  const uint32_t q = SharedAddress(s.q) + group * (64 * 128), blocks = ClusterSize();
   Queries<kDim> x;
   float shrink[2];
 #pragma unroll
@@ -264,7 +160,7 @@ __device__ void Attend(const AttentionArgs& a, const Tile& t, Shared<kDim>& s) {
   StartScores<kDim>(x, q, SharedAddress(s.k[0]));
   WgmmaWait<0>();
   FenceRegisters(x.scores);
-  BarrierArriveWarp(&s.empty_k[0]);
+  ArriveCluster(&s.empty_k[0], blocks);
   Softmax<kDim>(x, scale_log2, t.position + row, shrink);
   PackWeights<kDim>(x);
   // The last tile stands outside the loop: the compiler keeps products asynchronous only where
@@ -277,12 +173,12 @@ __device__ void Attend(const AttentionArgs& a, const Tile& t, Shared<kDim>& s) {
     StartOutput<kDim>(x, SharedAddress(s.v[stage]));
     WgmmaWait<1>();
     FenceRegisters(x.scores);
-    BarrierArriveWarp(&s.empty_k[next]);
+    ArriveCluster(&s.empty_k[next], blocks);
     Softmax<kDim>(x, scale_log2, t.position + row - int64_t{n + 1} * kKeys, shrink);
     WgmmaWait<0>();
 #pragma unroll
     for (int h = 0; h < kDim / 128; ++h) FenceRegisters(x.out[h]);
-    BarrierArriveWarp(&s.empty_v[stage]);
+    ArriveCluster(&s.empty_v[stage], blocks);
     PackWeights<kDim>(x);
     // Once the maxima have settled nothing shrinks any more.
     if (__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
@@ -302,55 +198,100 @@ __device__ void Attend(const AttentionArgs& a, const Tile& t, Shared<kDim>& s) {
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
 template <int kDim>
-__global__ void __launch_bounds__(kThreads, 1) AttentionWgmmaKernel(AttentionArgs a) {
+__global__ void __launch_bounds__(kThreads, 1)
+    AttentionWgmmaKernel(AttentionArgs a, const __grid_constant__ CUtensorMap map) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared<kDim>& s = *reinterpret_cast<Shared<kDim>*>(memory);
   const Tile t = FindTile(a);
-  if (t.seq < 0) return;
+  if (t.seq < 0) return;  // the other blocks of the cluster return too
   if (threadIdx.x == 0) {
-    BarrierInit(&s.full_q, 4);
+    const int readers = kQueryWarps * static_cast<int>(ClusterSize());
+    BarrierInit(&s.full_q, kCopyWarps);
     for (int i = 0; i < kStages; ++i) {
-      BarrierInit(&s.full_k[i], 4);
-      BarrierInit(&s.full_v[i], 4);
-      BarrierInit(&s.empty_k[i], 8);
-      BarrierInit(&s.empty_v[i], 8);
+      BarrierInit(&s.full_k[i], kCopyWarps);
+      BarrierInit(&s.full_v[i], kCopyWarps);
+      BarrierInit(&s.empty_k[i], readers);
+      BarrierInit(&s.empty_v[i], readers);
     }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
+  ClusterSync();
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    CopyTiles<kDim>(a, t, s);
+    CopyTiles<kDim>(a, &map, t, s);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     Attend<kDim>(a, t, s);
   }
+  ClusterSync();  // shared memory of a block that is gone must not be written
 #endif
+}
+
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's encoder, found through the runtime so that nothing links libcuda.
+EncodeTiled FindEncoder() {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
+                                                             12000, cudaEnableDefault, &found);
+  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) return nullptr;
+  return reinterpret_cast<EncodeTiled>(entry);
+}
+
+// The cache as rows [key, value][num_kv_heads][head_dim] in boxes of 64 rows and 64 elements. How
+// many rows there are is the caller's business: no box beyond them is ever asked for.
+bool EncodeMap(EncodeTiled encode, const AttentionArgs& a, CUtensorMap* map) {
+  const cuuint64_t width = 2 * static_cast<cuuint64_t>(a.shape.num_kv_heads * a.shape.head_dim);
+  const cuuint64_t dims[2] = {width, cuuint64_t{1} << 31};
+  const cuuint64_t strides[1] = {2 * width};
+  const cuuint32_t box[2] = {64, kKeys};
+  const cuuint32_t steps[2] = {1, 1};
+  return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, a.cache.data, dims, strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 template <int kDim>
 cudaError_t Launch(const AttentionArgs& a, cudaStream_t stream) {
   constexpr int kBytes = sizeof(Shared<kDim>);
+  static const EncodeTiled encode = FindEncoder();
+  CUtensorMap map;
+  if (encode == nullptr || !EncodeMap(encode, a, &map)) return cudaErrorNotSupported;
   const cudaError_t error = cudaFuncSetAttribute(
       AttentionWgmmaKernel<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   const int64_t tiles = a.pack.num_tokens / kQueries + a.pack.num_seqs;
-  AttentionWgmmaKernel<kDim>
-      <<<static_cast<unsigned>(tiles * a.shape.num_q_heads), kThreads, kBytes, stream>>>(a);
-  return cudaGetLastError();
+  const bool paired = a.shape.num_q_heads / a.shape.num_kv_heads % 2 == 0;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {paired ? 2u : 1u, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(tiles * a.shape.num_q_heads));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, AttentionWgmmaKernel<kDim>, a, map);
 }
 
 }  // namespace
+}  // namespace attention
 
 bool AttentionWgmmaSupports(const AttentionArgs& a) {
   return (a.shape.head_dim == 128 || a.shape.head_dim == 256) && Aligned(a.q) &&
          Aligned(a.q_gate) && Aligned(ConstRows(a.out)) && Aligned(a.cache.data, 0) &&
-         a.cache.block_tokens % kKeys == 0;
+         a.cache.block_tokens % attention::kKeys == 0;
 }
 
 cudaError_t LaunchAttentionWgmma(const AttentionArgs& a, cudaStream_t stream) {
   if (a.pack.num_tokens == 0) return cudaSuccess;
-  return a.shape.head_dim == 256 ? Launch<256>(a, stream) : Launch<128>(a, stream);
+  return a.shape.head_dim == 256 ? attention::Launch<256>(a, stream)
+                                 : attention::Launch<128>(a, stream);
 }
 
 }  // namespace sparsegdn::cuda_ops
