@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -19,8 +20,14 @@ namespace {
 
 absl::StatusOr<std::unique_ptr<OpTable>> CreateOpTable(const LoadOptions& options) {
   const bool automatic = options.backend == "auto";
-  if (options.backend == "cuda" || (automatic && CudaDevicePresent(options.device))) {
-    return CreateCudaOpTable(options.device);
+  if (options.backend == "cuda") return CreateCudaOpTable(options.device);
+  if (automatic && CudaDevicePresent(options.device)) {
+    absl::StatusOr<std::unique_ptr<OpTable>> cuda = CreateCudaOpTable(options.device);
+    if (cuda.ok()) return cuda;
+    if (options.warning) {
+      options.warning(
+          absl::StrCat("the model runs on the CPU: ", std::string(cuda.status().message())));
+    }
   }
   if (options.backend == "cpu" || automatic) return CreateCpuOpTable(options.num_threads, nullptr);
   return absl::InvalidArgumentError(
