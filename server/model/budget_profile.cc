@@ -25,16 +25,20 @@ absl::Status Bad(const std::string& path, const std::string& field, const std::s
 
 }  // namespace
 
-absl::StatusOr<BudgetProfile> LoadBudgetProfile(const std::string& path, int64_t linear_layers) {
-  SPARSEGDN_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, kMaxBytes));
+absl::StatusOr<BudgetProfile> ParseBudgetProfile(const std::string& text, const std::string& path,
+                                                 int64_t linear_layers) {
   const nlohmann::json json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!json.is_object()) return Bad(path, "content", Shown(json), "a JSON object");
   for (const auto& [key, value] : json.items()) {
     if (key != kField && key != "about") {
-      return Bad(path, key, Shown(value), absl::StrCat("only ", kField, " and about"));
+      return Bad(path, Shown(nlohmann::json(key)), Shown(value),
+                 absl::StrCat("only ", kField, " and about"));
     }
   }
-  const nlohmann::json weights = json.value(kField, nlohmann::json());
+  // By reference: a copy of a deeply nested value would recurse.
+  const nlohmann::json absent;
+  const auto found = json.find(kField);
+  const nlohmann::json& weights = found == json.end() ? absent : *found;
   if (!weights.is_array() || std::ssize(weights) != linear_layers) {
     return Bad(path, kField, Shown(weights),
                absl::StrCat("an array of ", linear_layers, " numbers, one per GDN layer"));
@@ -49,6 +53,11 @@ absl::StatusOr<BudgetProfile> LoadBudgetProfile(const std::string& path, int64_t
     profile.push_back(weight);
   }
   return profile;
+}
+
+absl::StatusOr<BudgetProfile> LoadBudgetProfile(const std::string& path, int64_t linear_layers) {
+  SPARSEGDN_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, kMaxBytes));
+  return ParseBudgetProfile(text, path, linear_layers);
 }
 
 absl::StatusOr<BudgetProfile> FindBudgetProfile(const std::string& option,

@@ -15,9 +15,13 @@ namespace sparsegdn::model {
 // Relative retention of each GDN layer, in the model's order; empty: the same for all.
 using BudgetProfile = std::vector<double>;
 
-// Reads {"relative_retention": [w, ...], "about": anything}. `linear_layers` weights in
-// [1e-6, 1e9] are wanted; only their ratios matter. NOT_FOUND, or INVALID_ARGUMENT naming the file
-// and field, got, wanted.
+// The text {"relative_retention": [w, ...], "about": anything}. `linear_layers` weights in
+// [1e-6, 1e9] are wanted; only their ratios matter. INVALID_ARGUMENT names `path` and field, got,
+// wanted.
+absl::StatusOr<BudgetProfile> ParseBudgetProfile(const std::string& text, const std::string& path,
+                                                 int64_t linear_layers);
+
+// The same from a file of at most 1 MiB; NOT_FOUND too.
 absl::StatusOr<BudgetProfile> LoadBudgetProfile(const std::string& path, int64_t linear_layers);
 
 // The profile named by `option`: a path; "none" for no profile; "" for budget_profile.json in

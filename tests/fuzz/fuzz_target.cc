@@ -42,6 +42,7 @@ const std::vector<Target>& Targets() {
       {"snapshot_import", Format::kFrames, FuzzSnapshotImport, SnapshotImportSeeds, 32 * kMiB, 300},
       {"snapshot_file", Format::kPrefixedJson, FuzzSnapshotFile, SnapshotFileSeeds, 4 * kMiB, 600},
       {"response_stream", Format::kFrames, FuzzResponseStream, ResponseStreamSeeds, 4 * kMiB, 300},
+      {"budget_profile", Format::kJson, FuzzBudgetProfile, BudgetProfileSeeds, kMiB, 300},
       {"bearer_tokens", Format::kText, FuzzBearerTokens, BearerTokensSeeds, kMiB, 300},
       {"prefix_value", Format::kText, FuzzPrefixValue, PrefixValueSeeds, 4 * kMiB, 300},
       {"tokens", Format::kJson, FuzzTokens, TokensSeeds, kMiB, 300},
