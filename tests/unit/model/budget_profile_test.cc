@@ -88,7 +88,7 @@ TEST(LoadBudgetProfileTest, RefusesByName) {
       {R"({"relative_retention": [1, 0]})", "relative_retention[1] = 0, wanted a number in [1e-06"},
       {R"({"relative_retention": [1, "x"]})", "relative_retention[1] = \"x\""},
       {R"({"relative_retention": [1, 2e9]})", "relative_retention[1] = 2000000000.0"},
-      {R"({"relative_retention": [1, 2], "x": 1})", "x = 1, wanted only"},
+      {R"({"relative_retention": [1, 2], "x": 1})", "\"x\" = 1, wanted only"},
   };
   for (const auto& [text, message] : rows) {
     dir.Write("profile.json", text);
