@@ -9,12 +9,14 @@
 #include <new>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "server/engine/engine.h"
 #include "server/model/load_model.h"
 #include "server/service/config.h"
@@ -60,6 +62,10 @@ absl::StatusOr<EnginePtr> LoadEngine(const service::ServerConfig& config,
     return absl::ResourceExhaustedError(
         "not enough memory for the model with these --state-slots, --kv-tokens and "
         "--max-batch-tokens");
+  } catch (const std::system_error& error) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("cannot start --threads ", config.threads,
+                     " threads: the limits on processes or memory are too low: ", error.what()));
   }
 }
 
@@ -128,6 +134,25 @@ ExitCode Run(const service::ServerConfig& config, const std::vector<std::string>
   }
 }
 
+// Listens, runs and stops. std::thread throws where the system gives no thread (limits on processes
+// or on address space): an end with a reason, not an abort. What gRPC holds then is left as it is.
+ExitCode Serve(const service::ServerConfig& config, const std::vector<std::string>& args,
+               const std::vector<std::string>& env, const sigset_t& signals) {
+  static absl::StatusOr<std::unique_ptr<service::Server>> server;
+  try {
+    server = service::Server::Start(config);
+    if (!server.ok()) return service::ReportListenFailure(server.status());
+    service::AnnouncePorts(**server);
+    const ExitCode code = Run(config, args, env, signals, **server);
+    (*server)->Shutdown(kShutdownGrace);
+    return code;
+  } catch (const std::system_error& error) {
+    Log(LogLevel::kError, "cannot start a thread: the limits on processes or memory are too low",
+        {{"error", error.what()}});
+    return ExitCode::kInternal;
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -160,15 +185,7 @@ int main(int argc, char** argv) {
 
   const service::ServerConfig& config = invocation->config;
   service::StartLog(config.log_level, config.log_format);
-  absl::StatusOr<std::unique_ptr<service::Server>> server = service::Server::Start(config);
-  ExitCode code;
-  if (server.ok()) {
-    service::AnnouncePorts(**server);
-    code = Run(config, args, env, signals, **server);
-    (*server)->Shutdown(kShutdownGrace);
-  } else {
-    code = service::ReportListenFailure(server.status());
-  }
+  const ExitCode code = Serve(config, args, env, signals);
   service::StopLog();
   // Not by return: after large responses gRPC's exit handlers have taken up to ten seconds, and the
   // engine's threads still run.

@@ -18,6 +18,7 @@ int UsableCores();
 // starts none.
 class ThreadPool {
  public:
+  // Throws std::system_error where the system gives no thread.
   explicit ThreadPool(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -30,6 +31,7 @@ class ThreadPool {
   void Run(int64_t count, const std::function<void(int64_t index, int thread)>& body);
 
  private:
+  void Stop();
   void WorkerLoop(int thread);
   void Drain(int thread);
 

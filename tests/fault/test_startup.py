@@ -95,7 +95,7 @@ class WrongModel(unittest.TestCase):
         self.expect("mlp", "512")
 
     def test_memory_cannot_be_reserved(self):
-        limit = 1 << 30
+        limit = 2 << 30
         rows = [(50_000_000, "attention cache"), (60_000_000_000, "memory"),
                 (1_000_000_000_000, "kv_tokens")]
         for tokens, word in rows:
