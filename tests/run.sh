@@ -25,7 +25,6 @@ step() { printf '\n== %s (%d s)\n' "$*" $((SECONDS - start)); }
 
 step "packages"
 ensure_packages "${build_packages[@]}" "${client_packages[@]}" redis-tools  # has redis-server
-export CCACHE_SLOPPINESS=pch_defines,time_macros
 
 build() { # PRESET TARGET...
   local preset=$1 log
