@@ -90,6 +90,7 @@ class CudaBackend : public GdnBackend {
   absl::Status Run(const GdnForwardArgs& args, EntryPoint entry, cudaStream_t stream) {
     if (auto s = ValidateArgs(args, entry); !s.ok()) return s;
     cuda::Params p = ToParams(args, entry == EntryPoint::kSelect);
+    p.hopper = major_ == 9;
     if (auto s = Carve(args, &p.ws); !s.ok()) return s;
     if (auto s = FromCuda(cudaSetDevice(device_), "set device"); !s.ok()) return s;
     if (p.num_seqs == 0) {
@@ -121,6 +122,10 @@ class CudaBackend : public GdnBackend {
 
   absl::Status Selection(const cuda::Params& p, cudaStream_t stream) const {
     absl::Status s = FromCuda(cuda::LaunchPlan(p, stream), "plan");
+    if (cuda::SelectSupports(p)) {
+      s.Update(FromCuda(cuda::LaunchSelect(p, stream), "select"));
+      return s;
+    }
     s.Update(FromCuda(cuda::LaunchScores(p, stream), "scores"));
     s.Update(FromCuda(cuda::LaunchQuota(p, stream), "quota"));
     s.Update(FromCuda(cuda::LaunchCompact(p, stream), "compact"));

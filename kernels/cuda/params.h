@@ -52,6 +52,7 @@ struct Params {
   float scale;
   bool normalize_qk;
   bool select_only;
+  bool hopper;        // sm_90a: launches overlap, selection in clusters
   bool states_alias;  // final states may overwrite initial ones
   DeviceStates initial_state, final_state;
   TensorRef o;
@@ -93,6 +94,7 @@ size_t LayoutWorkspace(const GdnShape& shape, int64_t num_tokens, int32_t num_se
 // Each enqueues its kernels on `stream` and returns the launch error.
 cudaError_t LaunchPlan(const Params& p, cudaStream_t stream);
 cudaError_t LaunchScores(const Params& p, cudaStream_t stream);
+cudaError_t LaunchSelect(const Params& p, cudaStream_t stream);  // scores to events at once, Hopper
 cudaError_t LaunchQuota(const Params& p, cudaStream_t stream);
 cudaError_t LaunchCompact(const Params& p, cudaStream_t stream);
 cudaError_t LaunchNorms(const Params& p, cudaStream_t stream);
@@ -100,7 +102,9 @@ cudaError_t LaunchRecurrent(const Params& p, cudaStream_t stream);
 cudaError_t LaunchInverse(const Params& p, cudaStream_t stream);
 cudaError_t LaunchFused(const Params& p, cudaStream_t stream);
 
-// True where LaunchFused takes this call (LaunchRecurrent takes every call).
+// True where LaunchSelect takes this call (LaunchScores, Quota and Compact take every call), and
+// LaunchFused (LaunchRecurrent takes every call).
+bool SelectSupports(const Params& p);
 bool FusedSupports(const Params& p, int compute_capability_major);
 
 }  // namespace sparsegdn::cuda

@@ -8,16 +8,14 @@
 
 #include "kernels/common/selection_math.h"
 #include "kernels/cuda/device_common.cuh"
+#include "kernels/cuda/gates.cuh"
+#include "kernels/cuda/launch.cuh"
 
 namespace sparsegdn::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kGateHeads = 4;  // of a gate block
-constexpr int kGateRounds = 16;
-constexpr int kGateWarp = 32 * kGateRounds;  // tokens a warp sums
-constexpr double kLog2E = 1.4426950408889634;
-static_assert(kGateHeads * kWindow / kGateWarp == kThreads / 32);
+static_assert(kThreads == kGateThreads);
 
 // z + 1 takes 17 bits for BETA and 26 for WRITE_NORM; 0 stands for NaN and for no token.
 constexpr int kEach = kWindow / kThreads;
@@ -37,7 +35,7 @@ struct SortScratch {
 
 union Scratch {
   SortScratch sort;
-  float gates[kGateHeads][kWindow];
+  GateShared gates;
 };
 
 // |v| by one warp, with the bits of selection::RowNorm.
@@ -198,114 +196,9 @@ __device__ void ScoreBlock(const Params& p, int window, int pair, SortScratch* s
   }
 }
 
-// x as high + low, to 48 bits.
-__device__ float2 SplitDouble(double x) {
-  const float high = static_cast<float>(x);
-  return make_float2(high, static_cast<float>(x - static_cast<double>(high)));
-}
-
-// Four heads of one token, in one access where the layout allows it.
-template <bool kVector>
-__device__ __forceinline__ float4 LoadHeads(const ConstTensorRef& x, int64_t token, int head,
-                                            int heads) {
-  if constexpr (kVector) {
-    return *reinterpret_cast<const float4*>(static_cast<const float*>(x.data) +
-                                            token * x.token_stride + head);
-  } else {
-    float f[kGateHeads];
-#pragma unroll
-    for (int i = 0; i < kGateHeads; ++i) {
-      f[i] = head + i < heads ? LoadElement(x, token, head + i, 0) : 0.0f;
-    }
-    return make_float4(f[0], f[1], f[2], f[3]);
-  }
-}
-
-// The window's gates to shared memory, its beta to [Hv, num_tokens].
-template <bool kVector>
-__device__ void StageGates(const Params& p, const Window& w, int head0, Scratch* scratch) {
-  float4 gate[kEach], beta[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int t = threadIdx.x + i * kThreads;
-    gate[i] = beta[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (t >= w.length) continue;
-    gate[i] = LoadHeads<kVector>(p.log_gate, w.begin + t, head0, p.shape.num_v_heads);
-    beta[i] = LoadHeads<kVector>(p.beta, w.begin + t, head0, p.shape.num_v_heads);
-  }
-  bool bad = false;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int t = threadIdx.x + i * kThreads;
-    const float g[kGateHeads] = {gate[i].x, gate[i].y, gate[i].z, gate[i].w};
-    const float b[kGateHeads] = {beta[i].x, beta[i].y, beta[i].z, beta[i].w};
-#pragma unroll
-    for (int h = 0; h < kGateHeads; ++h) {
-      scratch->gates[h][t] = selection::ClampGate(g[h]);
-      if (t < w.length && head0 + h < p.shape.num_v_heads) {
-        p.ws.beta[(head0 + h) * p.num_tokens + w.begin + t] = b[h];
-        bad = bad || b[h] < 0.0f || b[h] > 1.0f;
-      }
-    }
-  }
-  if (bad && p.status != nullptr) atomicOr(p.status, kStatusBetaOutOfRange);
-}
-
-// A warp sums a quarter of one head's window; `totals` carries the quarters' sums.
-__device__ void SumGates(const Params& p, const Window& w, int head0, const Scratch& scratch,
-                         double* totals) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int local = warp / 4, quarter = warp % 4;
-  const int first = quarter * kGateWarp + lane;  // the warp takes 32 tokens at a time
-  double own[kGateRounds];
-#pragma unroll
-  for (int i = 0; i < kGateRounds; ++i) {
-    own[i] = static_cast<double>(scratch.gates[local][first + 32 * i]);
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const double y = __shfl_up_sync(0xffffffffu, own[i], d);
-      if (lane >= d) own[i] += y;
-    }
-  }
-  double sum = 0.0;
-#pragma unroll
-  for (int i = 0; i < kGateRounds; ++i) {
-    own[i] += sum;
-    sum = __shfl_sync(0xffffffffu, own[i], 31);
-  }
-  if (lane == 0) totals[warp] = sum;
-  __syncthreads();
-  double before = 0.0;
-  for (int i = 0; i < quarter; ++i) before += totals[local * 4 + i];
-  if (head0 + local >= p.shape.num_v_heads) return;
-  float2* out = p.ws.gate_sum + (head0 + local) * p.num_tokens + w.begin;
-#pragma unroll
-  for (int i = 0; i < kGateRounds; ++i) {
-    const int t = first + 32 * i;
-    if (t < w.length) out[t] = SplitDouble((before + own[i]) * kLog2E);
-  }
-}
-
-__device__ bool IsVector(const ConstTensorRef& x) {
-  return x.dtype == DType::kF32 && x.head_stride == 1 && x.token_stride % 4 == 0 &&
-         reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
-}
-
-__device__ void GateBlock(const Params& p, int window, int head0, Scratch* scratch) {
-  __shared__ double totals[kThreads / 32];
-  const int seq = FindOwner(p.ws.window_offset, p.num_seqs, window);
-  const Window w = GetWindow(p, seq, window - p.ws.window_offset[seq]);
-  if (head0 + kGateHeads <= p.shape.num_v_heads && IsVector(p.log_gate) && IsVector(p.beta)) {
-    StageGates<true>(p, w, head0, scratch);
-  } else {
-    StageGates<false>(p, w, head0, scratch);
-  }
-  __syncthreads();
-  SumGates(p, w, head0, *scratch, totals);
-}
-
 __global__ void __launch_bounds__(kThreads) ScoresKernel(Params p, int64_t score_blocks) {
-  __shared__ Scratch scratch;
+  extern __shared__ __align__(16) uint8_t raw[];
+  Scratch& scratch = *reinterpret_cast<Scratch*>(raw);
   const int windows = p.ws.window_offset[p.num_seqs];
   int64_t block = blockIdx.x;
   if (block < score_blocks) {
@@ -318,11 +211,15 @@ __global__ void __launch_bounds__(kThreads) ScoresKernel(Params p, int64_t score
   const int head_blocks = (p.shape.num_v_heads + kGateHeads - 1) / kGateHeads;
   const int window = static_cast<int>(block / head_blocks);
   if (window >= windows) return;
-  GateBlock(p, window, static_cast<int>(block % head_blocks) * kGateHeads, &scratch);
+  const int seq = FindOwner(p.ws.window_offset, p.num_seqs, window);
+  const Window w = GetWindow(p, seq, window - p.ws.window_offset[seq]);
+  GateBlock(p, w, static_cast<int>(block % head_blocks) * kGateHeads, &scratch.gates);
 }
 
 // 1 / sqrt(sum x^2 + 1e-6) of each row of q and k; one warp a row.
 __global__ void __launch_bounds__(256) NormsKernel(Params p) {
+  WaitForPrevious();
+  AllowNext();
   const int64_t row = blockIdx.x * int64_t{8} + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int64_t token = row / p.shape.num_k_heads;
@@ -350,15 +247,19 @@ cudaError_t LaunchScores(const Params& p, cudaStream_t stream) {
   const int64_t gate_blocks = p.select_only ? 0 : p.ws.windows * head_blocks;
   const int64_t blocks = score_blocks + gate_blocks;
   if (blocks == 0) return cudaSuccess;
-  ScoresKernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p, score_blocks);
-  return cudaGetLastError();
+  constexpr int kBytes = static_cast<int>(sizeof(Scratch));
+  const cudaError_t error =
+      cudaFuncSetAttribute(ScoresKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  return LaunchKernel(ScoresKernel, {static_cast<unsigned>(blocks), kThreads, kBytes}, false,
+                      stream, p, score_blocks);
 }
 
 cudaError_t LaunchNorms(const Params& p, cudaStream_t stream) {
   const int64_t rows = p.num_tokens * p.shape.num_k_heads;
   if (rows == 0) return cudaSuccess;
-  NormsKernel<<<static_cast<unsigned>((rows + 7) / 8), 256, 0, stream>>>(p);
-  return cudaGetLastError();
+  return LaunchKernel(NormsKernel, {static_cast<unsigned>((rows + 7) / 8), 256}, p.hopper, stream,
+                      p);
 }
 
 }  // namespace sparsegdn::cuda
