@@ -8,6 +8,7 @@
 // arithmetic bind about equally. docs/kernels_cuda.md has the schedule and what was measured.
 #include "kernels/cuda/fused_output.cuh"
 #include "kernels/cuda/fused_state.cuh"
+#include "kernels/cuda/launch.cuh"
 
 namespace sparsegdn::cuda {
 namespace fused {
@@ -19,6 +20,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& sm = *reinterpret_cast<Shared*>(raw);
+  WaitForPrevious();
   const int* job =
       reinterpret_cast<const int*>(static_cast<const char*>(p.ws.jobs) + blockIdx.x * kJobBytes);
   if (threadIdx.x < sizeof(Job) / 4)
@@ -101,8 +103,8 @@ cudaError_t Launch(const Params& p, cudaStream_t stream) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   const int64_t blocks = p.ws.segments * p.shape.num_v_heads;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, kBytes, stream>>>(p, maps);
-  return cudaGetLastError();
+  return LaunchKernel(kernel, {static_cast<unsigned>(blocks), kThreads, kBytes}, true, stream, p,
+                      maps);
 }
 
 bool Aligned16(const void* data, int64_t token_stride, int64_t head_stride) {
@@ -127,11 +129,6 @@ bool FusedSupports(const Params& p, int compute_capability_major) {
 }
 
 cudaError_t LaunchFused(const Params& p, cudaStream_t stream) {
-  if (p.states_alias) {
-    const size_t bytes = static_cast<size_t>(p.ws.segments) * p.shape.num_v_heads * sizeof(int32_t);
-    const cudaError_t error = cudaMemsetAsync(p.ws.state_readers, 0, bytes, stream);
-    if (error != cudaSuccess) return error;
-  }
   if (const cudaError_t error = LaunchInverse(p, stream); error != cudaSuccess) return error;
   if (p.q.dtype == DType::kBF16) return fused::Launch<__nv_bfloat16>(p, stream);
   return fused::Launch<__half>(p, stream);

@@ -2,110 +2,108 @@
 // that the Delta solve needs besides the state, so it runs ahead of the serial chain, on all groups
 // at once. In the scaled frame (fused_shared.cuh) L has no gates.
 //
-// A block takes a group of a pair: one K K^T for its value heads. Bytes: 16 KB of keys in, 8 KB of
-// T out a head; about 0.3 MFLOP a head after the 1 MFLOP of K K^T: bound by latency, so several
-// blocks share a multiprocessor.
+// A block takes two groups of a pair at a time: K K^T of each by the warpgroup, then each warp
+// solves for one head by itself (inverse_solve.cuh). Bytes a group and pair: 16 KB of keys in, 8 KB
+// of T out a head; 1 MFLOP of K K^T, 0.4 MFLOP of products a head (192 mma) among about 1,300
+// instructions. At two heads a pair that binds about as much as the bytes.
 #include "kernels/cuda/fused_segment.cuh"
 #include "kernels/cuda/fused_shared.cuh"
-#include "kernels/cuda/fused_solve.cuh"
+#include "kernels/cuda/inverse_solve.cuh"
+#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/wgmma.cuh"
 
 namespace sparsegdn::cuda {
 namespace fused {
 namespace {
 
-struct __align__(1024) InverseShared {
+constexpr int kInverseThreads = 128;
+constexpr int kInverseWarps = kInverseThreads / 32;
+constexpr int kGroupsAtOnce = 2;
+
+struct InverseShared {
   union {
-    uint8_t key[2][kPanel];  // until K K^T
-    struct {
-      float solve[kGroup * kSolveRow];
-      float scratch[32 * kHalfRow];
-    };
+    uint8_t key[kGroupsAtOnce][2][kPanel];  // until K K^T
+    uint8_t inverse[kInverseWarps][kPanel];
   };
-  int token[kGroup];
-  float k_norm[kGroup];
-  float2 gate[2][kGroup];  // of two heads at a time
-  float beta[2][kGroup];
-  float2 before[2], after[2];
+  float products[kGroupsAtOnce][kLowerBlocks * kBlockFloats];
+  float leaves[kInverseWarps][kLeaves * kLeafFloats];
+  float2 gate[kInverseWarps][kGroup];
+  float factor[kInverseWarps][kGroup];
+  int token[kGroupsAtOnce][kGroup];
+  float k_norm[kGroupsAtOnce][kGroup];
   Job job;
   Cursor cursor;
   int norms_bad;
 };
 
+// Rows of the groups first, first + 1, ... (`count` of them); visible after the next barrier.
 template <typename T>
-__device__ __forceinline__ void LoadKeys(const Params& p, InverseShared& sm) {
+__device__ __forceinline__ void LoadRows(const Params& p, int first_group, InverseShared& sm) {
   const Cursor& c = sm.cursor;
-  const int t = threadIdx.x, first = FirstEvent(c, c.group), last = FirstEvent(c, c.group + 1);
-  if (t < 64) {
-    const int e = first + t;
-    const int row = e < last && e < c.events ? EventRow(sm.job, c, e) : kNoToken;
-    sm.token[t] = row;
-    sm.k_norm[t] = row == kNoToken ? 0.0f : 1.0f;
-    if (row != kNoToken && p.normalize_qk) {
-      sm.k_norm[t] = p.ws.k_norm[sm.job.pair * p.num_tokens + row];
-    }
+  const int slot = threadIdx.x / kGroup, i = threadIdx.x % kGroup, group = first_group + slot;
+  int row = kNoToken;
+  if (group < c.groups) {
+    const int e = FirstEvent(c, group) + i;
+    if (e < FirstEvent(c, group + 1) && e < c.events) row = EventRow(sm.job, c, e);
   }
-  __syncthreads();
+  float norm = row == kNoToken ? 0.0f : 1.0f;
+  if (row != kNoToken && p.normalize_qk) {
+    norm = p.ws.k_norm[sm.job.pair * p.num_tokens + row];
+  }
+  sm.token[slot][i] = row;
+  sm.k_norm[slot][i] = norm;
+}
+
+template <typename T>
+__device__ __forceinline__ void LoadKeys(const Params& p, int groups, InverseShared& sm) {
+  const int t = threadIdx.x;
   const T* from = static_cast<const T*>(p.k.data) + sm.job.pair * p.k.head_stride + t % 16 * 8;
-  const uint32_t to = SharedAddress(sm.key[t % 16 / 8]) + PanelOffset(t / 16, t % 8 * 8);
+  for (int slot = 0; slot < groups; ++slot) {
+    const uint32_t to = SharedAddress(sm.key[slot][t % 16 / 8]) + PanelOffset(t / 16, t % 8 * 8);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int row = sm.token[t / 16 + 8 * i];
-    const bool live = row != kNoToken;
-    CopyAsync16(to + i * 1024, from + (live ? row * p.k.token_stride : 0), live);
+    for (int i = 0; i < 8; ++i) {
+      const int row = sm.token[slot][t / 16 + 8 * i];
+      const bool live = row != kNoToken;
+      CopyAsync16(to + i * 1024, from + (live ? row * p.k.token_stride : 0), live);
+    }
   }
   CopyCommit();
-  CopyWait<0>();
-  ProxyFence();
-  __syncthreads();
 }
 
-// Gates and beta of `heads` (1 or 2) heads of the group; visible after the next barrier.
+// What a warp needs for its head of a group; returns whether the group is in the scaled frame.
 template <typename T>
-__device__ __forceinline__ void LoadFactors(const Params& p, int head, int heads,
+__device__ __forceinline__ bool LoadFactors(const Params& p, int head, int group, int slot,
                                             InverseShared& sm) {
-  const int slot = threadIdx.x / 64, i = threadIdx.x % 64;
-  if (slot >= heads) return;
-  const float2* gate_sum = p.ws.gate_sum + (head + slot) * p.num_tokens;
-  const int row = sm.token[i];
-  const bool live = row != kNoToken;
-  sm.gate[slot][i] = live ? gate_sum[row] : make_float2(-1e30f, 0.0f);
-  sm.beta[slot][i] = live ? p.ws.beta[(head + slot) * p.num_tokens + row] : 0.0f;
-  if (i >= 2) return;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const float2* gate_sum = p.ws.gate_sum + head * p.num_tokens;
+  const float* beta = p.ws.beta + head * p.num_tokens;
+#pragma unroll
+  for (int i = lane; i < kGroup; i += 32) {
+    const int row = sm.token[slot][i];
+    sm.factor[warp][i] = row == kNoToken ? 0.0f : -beta[row];
+  }
   const Cursor& c = sm.cursor;
-  const int last = GroupBegin(sm.job, c, c.group + i) - 1;
-  const bool none = i == 0 && last < c.row0;
-  (i == 0 ? sm.before : sm.after)[slot] = none ? make_float2(0.0f, 0.0f) : gate_sum[last];
-}
-
-template <typename T>
-__device__ __forceinline__ void FormL(const float (&products)[32], int slot, InverseShared& sm) {
-  const int t = threadIdx.x, row = t / 32 * 16 + t % 32 / 4, column = 2 * (t % 4);
-  const bool scaled = sm.before[slot].x - sm.after[slot].x <= kScaledFrameLog2<T>;
+  const int last = GroupBegin(sm.job, c, group + lane % 2) - 1;
+  const float bound = last < c.row0 ? 0.0f : gate_sum[last].x;
+  const float before = __shfl_sync(0xffffffffu, bound, 0);
+  const float after = __shfl_sync(0xffffffffu, bound, 1);
+  const bool scaled = before - after <= kScaledFrameLog2<T>;
+  if (!scaled) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int i = row + 8 * half;
-    const float2 gate = sm.gate[slot][i];
-    const float beta = sm.beta[slot][i] * sm.k_norm[i];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int l = 8 * j + column;
-      float x = beta * sm.k_norm[l] * products[4 * j + 2 * half];
-      float y = beta * sm.k_norm[l + 1] * products[4 * j + 2 * half + 1];
-      if (!scaled) {
-        x *= Decay(gate.x, gate.y, sm.gate[slot][l].x, sm.gate[slot][l].y);
-        y *= Decay(gate.x, gate.y, sm.gate[slot][l + 1].x, sm.gate[slot][l + 1].y);
-      }
-      *reinterpret_cast<float2*>(&sm.solve[i * kSolveRow + l]) =
-          make_float2(l < i ? x : 0.0f, l + 1 < i ? y : 0.0f);
+    for (int i = lane; i < kGroup; i += 32) {
+      const int row = sm.token[slot][i];
+      sm.gate[warp][i] = row == kNoToken ? make_float2(-1e30f, 0.0f) : gate_sum[row];
     }
   }
-  __syncthreads();
+  __syncwarp();
+  return scaled;
 }
 
+// K K^T of a group, with keys of norm 1, to sm.products: the blocks on and below the diagonal.
 template <typename T>
-__device__ __forceinline__ void KeyProducts(InverseShared& sm, float (&products)[32]) {
-  const uint32_t keys = SharedAddress(sm.key);
+__device__ __forceinline__ void KeyProducts(int slot, InverseShared& sm) {
+  const uint32_t keys = SharedAddress(sm.key[slot]);
+  float products[32];
   FenceRegisters(products);
   WgmmaFence();
 #pragma unroll
@@ -116,32 +114,121 @@ __device__ __forceinline__ void KeyProducts(InverseShared& sm, float (&products)
   WgmmaCommit();
   WgmmaWait<0>();
   FenceRegisters(products);
-}
-
-template <typename T>
-__device__ __forceinline__ void StoreInverse(const Params& p, int head, InverseShared& sm) {
-  const int64_t slot = head * p.ws.inverse_slots + InverseSlot(sm.job, sm.cursor);
-  uint8_t* to = static_cast<uint8_t*>(p.ws.inverses) + slot * kPanel;
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, m = threadIdx.x % 4;
+  const float* norm = sm.k_norm[slot];
 #pragma unroll
-  for (int i = threadIdx.x; i < 64 * 16; i += kSolveThreads) {
-    const int row = i / 16, column = i % 16 * 4;
-    const float4 x = *reinterpret_cast<const float4*>(&sm.solve[row * kSolveRow + column]);
-    const float norm = sm.k_norm[row];  // u is wanted for keys of norm 1
-    *reinterpret_cast<uint2*>(to + PanelOffset(row, column)) =
-        make_uint2(Pack<T>(norm * x.x, norm * x.y), Pack<T>(norm * x.z, norm * x.w));
+  for (int half = 0; half < 2; ++half) {
+    const int row = g + 8 * half;
+    const float own = norm[16 * warp + row];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (j / 2 > warp) continue;
+      const int column = j % 2 * 8 + 2 * m;
+      const float2 other = *reinterpret_cast<const float2*>(norm + j / 2 * 16 + column);
+      float* to = sm.products[slot] + BlockAt(warp, j / 2) + CellAt(row, column);
+      *reinterpret_cast<float2*>(to) = make_float2(own * other.x * products[4 * j + 2 * half],
+                                                   own * other.y * products[4 * j + 2 * half + 1]);
+    }
   }
-  __syncthreads();
 }
 
-// Grid: jobs, then [windows, Hk, parts]; a block plans one job of the fused kernel, or takes the
-// groups part, part + parts, ... of its window and pair.
+// Rows of T by `norm`, because u is wanted for keys of norm 1.
 template <typename T>
-__global__ void __launch_bounds__(kSolveThreads, 6)
+__device__ __forceinline__ void ScaleRows(const float* norm, bool transposed, Block* b) {
+  const int g = threadIdx.x % 32 / 4, m = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    b->x[i] *= norm[transposed ? 2 * m + i % 2 + i / 4 * 8 : g + i / 2 % 2 * 8];
+  }
+}
+
+// Sets the blocks above the diagonal, which no solve writes, to zero.
+template <typename T>
+__device__ __forceinline__ void ClearUpper(uint32_t panel) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t zeros[4] = {};
+#pragma unroll
+  for (int r = 0; r < 3; ++r) {
+#pragma unroll
+    for (int c = r + 1; c < 4; ++c) {
+      const uint32_t at = PanelOffset(16 * r + lane % 16, 16 * c + lane / 16 * 8);
+      StoreMatrices<false>(panel + at, zeros);
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void SolveHead(const Params& p, int head, int group, int slot,
+                                          bool scaled, InverseShared& sm) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const uint32_t panel = SharedAddress(sm.inverse[warp]);
+  ClearUpper<T>(panel);
+  const Problem problem{sm.products[slot], sm.leaves[warp], sm.factor[warp], sm.gate[warp], scaled};
+  Solve(problem, sm.job.adjacent != 0, [&](int r, int c, Block b, bool transposed) {
+    if (p.normalize_qk) ScaleRows<T>(sm.k_norm[slot] + 16 * r, transposed, &b);
+    const uint32_t at = panel + PanelOffset(16 * r + lane % 16, 16 * c + lane / 16 * 8);
+    const uint32_t first = Pack<T>(b.x[0], b.x[1]), last = Pack<T>(b.x[6], b.x[7]);
+    const uint32_t below = Pack<T>(b.x[2], b.x[3]), right = Pack<T>(b.x[4], b.x[5]);
+    if (transposed) {
+      StoreMatrices<true>(at, {first, right, below, last});
+    } else {
+      StoreMatrices<false>(at, {first, below, right, last});
+    }
+  });
+  ProxyFence();
+  __syncwarp();
+  if (lane == 0) {
+    Cursor c = sm.cursor;
+    c.group = group;
+    const int64_t at = head * p.ws.inverse_slots + InverseSlot(sm.job, c);
+    StoreBytes(static_cast<uint8_t*>(p.ws.inverses) + at * kPanel, panel, kPanel);
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  }
+}
+
+// All heads of groups [first_group, first_group + groups) of the block's window and pair.
+template <typename T>
+__device__ __forceinline__ void SolveGroups(const Params& p, int first_group, int groups,
+                                            InverseShared& sm) {
+  const int warp = threadIdx.x / 32;
+  const int tasks = groups * p.ratio, head0 = sm.job.pair * p.ratio;
+  LoadRows<T>(p, first_group, sm);
+  __syncthreads();
+  LoadKeys<T>(p, groups, sm);
+  bool scaled = true;
+  if (warp < tasks) {
+    const int slot = warp / p.ratio;
+    scaled = LoadFactors<T>(p, head0 + warp % p.ratio, first_group + slot, slot, sm);
+  }
+  CopyWait<0>();
+  ProxyFence();
+  __syncthreads();
+  for (int slot = 0; slot < groups; ++slot) KeyProducts<T>(slot, sm);
+  __syncthreads();  // the products are there, and the keys read
+  for (int task = warp; task < tasks; task += kInverseWarps) {
+    const int slot = task / p.ratio, head = head0 + task % p.ratio, group = first_group + slot;
+    if (task != warp) {
+      asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // the panel is free
+      __syncwarp();
+      scaled = LoadFactors<T>(p, head, group, slot, sm);
+    }
+    SolveHead<T>(p, head, group, slot, scaled, sm);
+  }
+}
+
+// Grid: jobs, then [windows, Hk, parts]; a block plans one job of the fused kernel, or takes every
+// parts-th couple of groups of its window and pair.
+template <typename T>
+__global__ void __launch_bounds__(kInverseThreads, 3)
     InverseKernel(const __grid_constant__ Params p, int jobs, int parts) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  __shared__ InverseShared sm;
+  extern __shared__ __align__(1024) uint8_t raw[];
+  InverseShared& sm = *reinterpret_cast<InverseShared*>(raw);
+  WaitForPrevious();
+  AllowNext();
   if (static_cast<int>(blockIdx.x) < jobs) {
-    PlanJob<T, kSolveThreads>(p, blockIdx.x, &sm.job, &sm.norms_bad);
+    if (threadIdx.x == 0 && p.states_alias) p.ws.state_readers[blockIdx.x] = 0;
+    PlanJob<T, kInverseThreads>(p, blockIdx.x, &sm.job, &sm.norms_bad);
     return;
   }
   const int part = static_cast<int>((blockIdx.x - jobs) % parts);
@@ -150,41 +237,45 @@ __global__ void __launch_bounds__(kSolveThreads, 6)
   const int window = static_cast<int>(rest / p.shape.num_k_heads);
   if (window >= p.ws.window_offset[p.num_seqs]) return;
   if (threadIdx.x == 0) {
-    FillJob(p, FindOwner(p.ws.window_offset, p.num_seqs, window), pair * p.ratio, &sm.job);
-    EnterWindow(sm.job, window - sm.job.window0, &sm.cursor);
+    Job job{};
+    FillJob(p, FindOwner(p.ws.window_offset, p.num_seqs, window), pair * p.ratio, &job);
+    Cursor cursor;
+    EnterWindow(job, window - job.window0, &cursor);
+    sm.job = job;
+    sm.cursor = cursor;
   }
   __syncthreads();
-  for (int group = part; group < sm.cursor.groups; group += parts) {
-    if (threadIdx.x == 0) sm.cursor.group = group;
-    __syncthreads();
-    LoadKeys<T>(p, sm);
-    const int first = pair * p.ratio, last = first + p.ratio;
-    LoadFactors<T>(p, first, p.ratio < 2 ? 1 : 2, sm);
-    float products[32];
-    KeyProducts<T>(sm, products);
-    __syncthreads();  // the keys are read, the factors there
-    for (int h = first; h < last; ++h) {
-      const int slot = (h - first) % 2;
-      if (h > first && slot == 0) {
-        LoadFactors<T>(p, h, last - h < 2 ? 1 : 2, sm);
-        __syncthreads();
-      }
-      FormL<T>(products, slot, sm);
-      SolveInPlace(sm.solve, sm.scratch, sm.job.adjacent != 0);
-      StoreInverse<T>(p, h, sm);
+  const int all = sm.cursor.groups;
+  for (int group = part * kGroupsAtOnce; group < all; group += parts * kGroupsAtOnce) {
+    if (group != part * kGroupsAtOnce) {
+      asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+      __syncthreads();  // the panels are free
     }
+    SolveGroups<T>(p, group, ::min(kGroupsAtOnce, all - group), sm);
   }
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 #endif
+}
+
+template <typename T>
+cudaError_t Launch(const Params& p, unsigned grid, int jobs, int parts, cudaStream_t stream) {
+  constexpr int kBytes = static_cast<int>(sizeof(InverseShared));
+  static_assert(3 * (kBytes + 1024) <= 233472, "three blocks of Hopper's shared memory");
+  const cudaError_t error =
+      cudaFuncSetAttribute(InverseKernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  return LaunchKernel(InverseKernel<T>, {grid, kInverseThreads, kBytes}, true, stream, p, jobs,
+                      parts);
 }
 
 }  // namespace
 }  // namespace fused
 
 cudaError_t LaunchInverse(const Params& p, cudaStream_t stream) {
-  // About two rounds of blocks; small calls take all groups of a window at once.
+  // About three rounds of blocks; small calls take all groups of a window at once.
   const int64_t windows = p.ws.windows * p.shape.num_k_heads;
   const int64_t jobs = p.ws.segments * p.shape.num_v_heads;
-  constexpr int64_t kBlocks = 1584, kMost = kWindow / kGroup;
+  constexpr int64_t kBlocks = 1280, kMost = kWindow / kGroup / fused::kGroupsAtOnce;
   const int64_t wanted = windows == 0 ? 1 : (kBlocks + windows - 1) / windows;
   const int parts = static_cast<int>(wanted < kMost ? wanted : kMost);
   const int64_t blocks = jobs + windows * parts;
@@ -192,12 +283,9 @@ cudaError_t LaunchInverse(const Params& p, cudaStream_t stream) {
   const unsigned grid = static_cast<unsigned>(blocks);
   const int job_blocks = static_cast<int>(jobs);
   if (p.q.dtype == DType::kBF16) {
-    fused::InverseKernel<__nv_bfloat16>
-        <<<grid, fused::kSolveThreads, 0, stream>>>(p, job_blocks, parts);
-  } else {
-    fused::InverseKernel<__half><<<grid, fused::kSolveThreads, 0, stream>>>(p, job_blocks, parts);
+    return fused::Launch<__nv_bfloat16>(p, grid, job_blocks, parts, stream);
   }
-  return cudaGetLastError();
+  return fused::Launch<__half>(p, grid, job_blocks, parts, stream);
 }
 
 }  // namespace sparsegdn::cuda

@@ -189,6 +189,11 @@ __device__ __forceinline__ void PrefetchBytes(const void* from, int bytes) {
 }
 
 // The way back; completion by bulk groups of the issuing thread.
+__device__ __forceinline__ void StoreBytes(void* to, uint32_t from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
+}
 __device__ __forceinline__ void StoreBoxFrom(uint32_t from, const void* map, int element, int head,
                                              int token) {
   asm volatile(
@@ -212,6 +217,21 @@ __device__ __forceinline__ void LoadTransposed(uint32_t (&r)[4], uint32_t addres
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
                : "memory");
+}
+
+// Their way back to shared memory, each matrix transposed if `kTransposed` (Hopper).
+template <bool kTransposed>
+__device__ __forceinline__ void StoreMatrices(uint32_t address, const uint32_t (&r)[4]) {
+  if constexpr (kTransposed) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     address),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+  } else {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+  }
 }
 
 // Two fp32 to two 16-bit elements, the first in the low half, and back.

@@ -25,6 +25,15 @@ __device__ __forceinline__ void MmaHalf(float (&d)[4], const uint32_t (&a)[4], u
   }
 }
 
+// d[16, 8] += a[16, 8] b[8, 8] in TF32 by one warp.
+__device__ __forceinline__ void MmaTf32(float* d, uint32_t a0, uint32_t a1, uint32_t a2,
+                                        uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 // d[64, 32] (+)= a b, both from shared memory.
 template <typename T, int kTransA, int kTransB>
 __device__ __forceinline__ void WgmmaN32(float (&d)[16], uint64_t a, uint64_t b, int accumulate) {
