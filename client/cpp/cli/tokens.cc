@@ -77,6 +77,9 @@ absl::StatusOr<std::vector<int32_t>> ParseInt32(const std::string& bytes) {
   return tokens;
 }
 
+// Far more than any prompt as text: an endless input (/dev/zero) ends here, not with the memory.
+constexpr size_t kMaxInputBytes = size_t{256} << 20;
+
 absl::StatusOr<std::string> ReadAll(const std::string& path) {
   if (path == "-" && isatty(STDIN_FILENO) == 1) {
     std::fprintf(stderr, "reading token ids from the terminal, end with Ctrl-D\n");
@@ -86,10 +89,16 @@ absl::StatusOr<std::string> ReadAll(const std::string& path) {
   std::string bytes;
   char block[1 << 16];
   size_t got = 0;
-  while ((got = std::fread(block, 1, sizeof(block), file)) > 0) bytes.append(block, got);
+  while (bytes.size() <= kMaxInputBytes && (got = std::fread(block, 1, sizeof(block), file)) > 0) {
+    bytes.append(block, got);
+  }
   const int error = std::ferror(file) ? (errno != 0 ? errno : EIO) : 0;
   if (file != stdin) std::fclose(file);
   if (error != 0) return client::FileError("read", path, error);
+  if (bytes.size() > kMaxInputBytes) {
+    return UsageError(absl::StrCat("the token input ", path, " has more than ", kMaxInputBytes,
+                                   " bytes, must be a list of token ids"));
+  }
   return bytes;
 }
 

@@ -33,7 +33,13 @@ absl::Status AtomicFile::Open(bool unnamed) {
   const std::filesystem::path path(path_);
   if (path.filename().empty()) return FileError("write", path_, EISDIR);
   std::error_code ignored;
-  if (std::filesystem::is_directory(path, ignored)) return FileError("write", path_, EISDIR);
+  const std::filesystem::file_status there = std::filesystem::status(path, ignored);
+  if (std::filesystem::is_directory(there)) return FileError("write", path_, EISDIR);
+  // The rename would put a file in the place of a device, a pipe or a socket: of /dev/null, say.
+  if (std::filesystem::exists(there) && !std::filesystem::is_regular_file(there)) {
+    return FileError("write", absl::StrCat(path_, ", which is there and is no regular file"),
+                     EEXIST);
+  }
   folder_ = path.has_parent_path() ? path.parent_path().string() : ".";
   // A file without a name vanishes with the process, even with kill -9.
   if (unnamed) fd_ = open(folder_.c_str(), O_TMPFILE | O_WRONLY | O_CLOEXEC, 0644);

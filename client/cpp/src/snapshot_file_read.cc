@@ -35,8 +35,9 @@ absl::Status Corrupt(const std::string& path, const std::string& why) {
 
 class File {
  public:
+  // Not blocking: of a pipe without a writer the open alone would wait for ever.
   explicit File(const std::string& path)
-      : path_(path), fd_(open(path.c_str(), O_RDONLY | O_CLOEXEC)) {}
+      : path_(path), fd_(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {}
   ~File() {
     if (fd_ >= 0) close(fd_);
   }

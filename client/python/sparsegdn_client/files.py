@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
+import stat
 from pathlib import Path
 from typing import Any, BinaryIO, Callable
 
@@ -91,6 +93,9 @@ def _open_unnamed(folder: Path, temporary: Path) -> tuple[int, bool]:
 
 def _write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
     """A file without a name where the system has them, else a hidden one; fsync; rename."""
+    # The rename would put a file in the place of a device, a pipe or a socket: of /dev/null, say.
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise FileExistsError(errno.EEXIST, "is there and is no regular file", str(path))
     folder = path.parent
     temporary = folder / f".{path.name[:200]}.tmp.{os.getpid()}.{secrets.token_hex(4)}"
     folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -253,7 +258,10 @@ def load_snapshot_file(
     Raises:
         OSError: it cannot be read. SnapshotFileError: it is something else, or corrupt.
     """
-    with open(path, "rb") as file:
+    # Of a pipe without a writer the open alone would wait for ever.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise SnapshotFileError(f"{path} is not a snapshot file: not a regular file")
         return _Reader(path, file, max_bytes).read()
 
 

@@ -95,6 +95,22 @@ TEST_F(SnapshotFileTest, TensorsAreAlignedToTheirElements) {
   EXPECT_EQ(bytes.substr(bytes.size() - fp8.size()), fp8);
 }
 
+// Written over by a rename, a device or a pipe would be gone: /dev/null, for root.
+TEST_F(SnapshotFileTest, WhatIsNoRegularFileIsNeitherReplacedNorWaitedFor) {
+  ASSERT_EQ(mkfifo(Path("pipe").c_str(), 0600), 0);
+  fs::create_symlink(Path("pipe"), Path("link"));
+  for (const char* name : {"pipe", "link"}) {
+    const absl::Status written = WriteSnapshotFile(Path(name), GoodSnapshot());
+    ASSERT_FALSE(written.ok()) << name;
+    EXPECT_NE(written.message().find("no regular file"), std::string::npos) << written;
+    EXPECT_TRUE(fs::is_fifo(Path(name))) << name;
+    const absl::Status read = ReadSnapshotFile(Path(name)).status();
+    EXPECT_NE(read.message().find("not a regular file"), std::string::npos) << read;
+  }
+  EXPECT_TRUE(fs::is_symlink(Path("link")));
+  EXPECT_EQ(Files(), 2);
+}
+
 // docs/snapshot_format.md, "Worked example".
 TEST_F(SnapshotFileTest, WorkedExampleOfTheDocument) {
   v1::Manifest manifest;

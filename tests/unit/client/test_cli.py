@@ -161,6 +161,9 @@ class CliTest(unittest.TestCase):
             "no input": (7, ["prefill", self.folder / "none"]),
             "no folder": (7, ["prefill", "--out", self.folder / "no" / "s"]),
             "not a snapshot": (7, ["import", __file__]),
+            "endless input": (2, ["prefill", "/dev/zero"]),
+            "out to a pipe": (7, ["prefill", "--out", self.pipe()]),
+            "from a pipe": (7, ["import", self.pipe()]),
         }
         for name, (code, arguments, *stdin) in rows.items():
             with self.subTest(name):
@@ -172,6 +175,28 @@ class CliTest(unittest.TestCase):
         done = subprocess.run([CLI, "info", "--server", self.server.target], stdout=full,
                               stderr=subprocess.DEVNULL)
         self.assertEqual(done.returncode, 7)
+
+    def pipe(self):
+        path = Path(tempfile.mkdtemp(dir=self.folder)) / "pipe"
+        os.mkfifo(path)
+        return path
+
+    def test_closed_standard_streams(self):
+        """A connection or a file that gets their numbers is neither read nor written into."""
+        out = self.folder / "s"
+        (self.folder / "tokens").write_text(TEXT)
+        rows = [(0, 7, "-", "cannot read -"), (1, 7, self.folder / "tokens", "standard output"),
+                (2, 0, self.folder / "tokens", "")]
+        for fd, code, tokens, words in rows:
+            with self.subTest(fd):
+                done = subprocess.run(
+                    ["sh", "-c", f'exec "$@" {fd}>&-', "sh", CLI, "prefill", "--server",
+                     self.server.target, tokens, "--out", out],
+                    stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+                self.assertEqual(done.returncode, code, done.stderr)
+                self.assertIn(words, done.stderr.decode())
+                if fd > 0:
+                    self.ok("import", out)
 
     def test_help(self):
         self.assertIn("Exit codes", self.ok("--help"))

@@ -154,6 +154,19 @@ class FileTest(unittest.TestCase):
         with self.assertRaises(SnapshotFileError):
             load_snapshot(self.path)
 
+    def test_no_regular_file_is_neither_replaced_nor_waited_for(self):
+        pipe, link = self.folder / "pipe", self.folder / "link"
+        os.mkfifo(pipe)
+        link.symlink_to(pipe)
+        for path in (pipe, link):
+            with self.assertRaisesRegex(OSError, "no regular file"):
+                save_snapshot(path, mixed_snapshot())
+            self.assertTrue(path.is_fifo())
+            with self.assertRaisesRegex(SnapshotFileError, "not a regular file"):
+                load_snapshot(path)
+        self.assertTrue(link.is_symlink())
+        self.assertEqual(len(list(self.folder.iterdir())), 2)
+
     def test_failed_write_leaves_the_old_file(self):
         """A child may write 2,048 bytes, then the kernel refuses, as on a full disk."""
         self.check_failed_write()
