@@ -2,15 +2,14 @@
 #include "server/service/config.h"
 
 #include <cmath>
-#include <fstream>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <string>
 #include <string_view>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "server/service/listeners.h"
+#include "server/service/small_file.h"
 #include "sparsegdn/gdn.h"
 
 namespace sparsegdn::service {
@@ -42,7 +41,13 @@ struct TextSetter {
   std::string Quoted() const { return absl::StrCat("\"", value, "\""); }
   absl::Status InRange(double number) const {
     if (number >= option.min && number <= option.max) return absl::OkStatus();
-    return Wrong(name, value, absl::StrCat("a number in [", option.min, ", ", option.max, "]"));
+    // Six digits would hide the bound of a count.
+    const auto text = [](double bound) {
+      return std::trunc(bound) == bound ? absl::StrCat(static_cast<int64_t>(bound))
+                                        : absl::StrCat(bound);
+    };
+    return Wrong(name, value,
+                 absl::StrCat("a number in [", text(option.min), ", ", text(option.max), "]"));
   }
   absl::Status operator()(std::string ServerConfig::*field) const {
     if (option.choices[0] != '\0' && !IsChoice(option.choices, value)) {
@@ -202,11 +207,12 @@ absl::Status ApplyFlags(const std::vector<std::string>& args, Invocation& out) {
 }
 
 absl::Status ApplyFile(const std::string& path, ServerConfig& config) {
-  std::ifstream file(path, std::ios::binary);
-  std::stringstream text;
-  if (file) text << file.rdbuf();
-  if (!file) return absl::NotFoundError(absl::StrCat("--config: cannot read ", path));
-  absl::Status status = ApplyJson(text.str(), config);
+  absl::StatusOr<std::string> text = ReadSmallFile(path);
+  if (!text.ok()) {
+    return absl::Status(text.status().code(),
+                        absl::StrCat("--config ", path, ": ", std::string(text.status().message())));
+  }
+  absl::Status status = ApplyJson(*text, config);
   if (status.ok()) return status;
   return absl::Status(status.code(),
                       absl::StrCat("--config ", path, ": ", std::string(status.message())));

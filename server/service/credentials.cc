@@ -7,23 +7,24 @@
 #include <openssl/pem.h>
 #include <openssl/x509.h>
 
-#include <fstream>
-#include <sstream>
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "server/service/small_file.h"
 
 namespace sparsegdn::service {
 namespace {
 
 absl::StatusOr<std::string> ReadPem(const std::string& path, const char* flag) {
-  std::ifstream file(path, std::ios::binary);
-  std::stringstream text;
-  if (file) text << file.rdbuf();
-  if (!file || text.str().find("-----BEGIN") == std::string::npos) {
+  absl::StatusOr<std::string> text = ReadSmallFile(path);
+  if (!text.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat(flag, " = ", path, ", wanted a PEM file: ",
+                                                   std::string(text.status().message())));
+  }
+  if (text->find("-----BEGIN") == std::string::npos) {
     return absl::InvalidArgumentError(absl::StrCat(flag, " = ", path, ", wanted a PEM file"));
   }
-  return text.str();
+  return text;
 }
 
 template <typename T, void (*Free)(T*)>

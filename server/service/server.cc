@@ -262,6 +262,12 @@ absl::Status ServerImpl::ListenHttp() {
 // Renamed into place, so that a reader never sees half of it.
 absl::Status ServerImpl::WritePortFile() const {
   if (config_.port_file.empty()) return absl::OkStatus();
+  // The rename would put a file in the place of a device or a pipe: of /dev/stdout, say.
+  struct stat info {};
+  if (stat(config_.port_file.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--port-file = ", config_.port_file, ": is there and is no regular file"));
+  }
   const std::string temporary = config_.port_file + ".tmp";
   std::ofstream file(temporary, std::ios::trunc);
   file << port_ << "\n" << http_port() << "\n";

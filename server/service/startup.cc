@@ -5,12 +5,12 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
 
 #include "absl/strings/str_cat.h"
 #include "server/model/config.h"
 #include "server/service/convert_response.h"
 #include "server/service/log.h"
+#include "server/service/small_file.h"
 
 namespace sparsegdn::service {
 namespace {
@@ -88,11 +88,13 @@ absl::StatusOr<store::RedisOptions> ToRedisOptions(const ServerConfig& config) {
   store::RedisOptions options;
   options.address = *std::move(address);
   if (!config.redis_password_file.empty()) {
-    std::ifstream file(config.redis_password_file);
-    if (!std::getline(file, options.address.password)) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("--redis-password-file: cannot read ", config.redis_password_file));
+    absl::StatusOr<std::string> text = ReadSmallFile(config.redis_password_file);
+    if (!text.ok() || text->empty()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "--redis-password-file: cannot read ", config.redis_password_file, ": ",
+          text.ok() ? "it is empty" : std::string(text.status().message())));
     }
+    options.address.password = text->substr(0, text->find('\n'));
   }
   options.timeout_ns = config.redis_timeout_ms * 1'000'000;
   options.ttl_seconds = config.redis_ttl_seconds;

@@ -1,12 +1,9 @@
 #include "server/service/tokens.h"
 
-#include <fcntl.h>
 #include <openssl/crypto.h>
 #include <openssl/sha.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <unordered_map>
@@ -15,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "server/engine/types.h"
 #include "server/service/log.h"
+#include "server/service/small_file.h"
 
 namespace sparsegdn::service {
 namespace {
@@ -47,23 +45,6 @@ struct Wiped {
   std::string text;
   ~Wiped() { OPENSSL_cleanse(text.data(), text.size()); }
 };
-
-absl::Status ReadBounded(int fd, std::string& text) {
-  text.resize(kMaxTokenFileBytes + 1);
-  size_t size = 0;
-  while (size < text.size()) {
-    const ssize_t n = read(fd, text.data() + size, text.size() - size);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return absl::UnavailableError(std::strerror(errno));
-    if (n == 0) break;
-    size += static_cast<size_t>(n);
-  }
-  if (size > kMaxTokenFileBytes) {
-    return Wrong("the file has more than 1 MiB, wanted a list of tokens");
-  }
-  text.resize(size);
-  return absl::OkStatus();
-}
 
 }  // namespace
 
@@ -146,14 +127,11 @@ absl::StatusOr<TokenTable> TokenFile::Read(Version& version) const {
     return absl::Status(status.code(),
                         absl::StrCat(flag_, " = ", path_, ": ", std::string(status.message())));
   };
-  const int fd = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return named(absl::InvalidArgumentError(std::strerror(errno)));
   struct stat info {};
-  fstat(fd, &info);
   Wiped file;
-  const absl::Status status = ReadBounded(fd, file.text);
-  close(fd);
-  if (!status.ok()) return named(status);
+  absl::StatusOr<std::string> text = ReadSmallFile(path_, kMaxTokenFileBytes, &info);
+  if (!text.ok()) return named(text.status());
+  file.text = *std::move(text);
   // Group read is how a Kubernetes secret reaches a pod that is not root.
   if ((info.st_mode & (S_IWGRP | S_IRWXO)) != 0) {
     Log(LogLevel::kWarning, "token file: others may read or change it, wanted mode 0600 or 0440",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import signal
@@ -131,6 +132,27 @@ class WrongConfiguration(unittest.TestCase):
                 code, text = run_to_exit(*args)
                 self.assertEqual(code, 2, text)
                 self.assertIn(message, text)
+
+    def test_files_that_do_not_end_or_begin(self):
+        """A pipe without a writer and an endless device, wherever an operator may name a file."""
+        with tempfile.TemporaryDirectory() as folder:
+            pipe = Path(folder) / "pipe"
+            os.mkfifo(pipe)
+            for path in (pipe, "/dev/zero", folder):
+                for flags in (["--config", path], ["--auth-tokens", path],
+                              ["--tls-cert", path, "--tls-key", path], ["--port-file", path],
+                              ["--redis", "redis://127.0.0.1:1", "--redis-password-file", path]):
+                    with self.subTest(path=path, flag=flags[-2]):
+                        code, text = run_to_exit("--model", MODELS / "tiny-hybrid", *LOOPBACK, *flags)
+                        self.assertEqual(code, 2, text)
+                        self.assertIn(str(path), text)
+                        self.assertIn("regular file", text)
+            self.assertTrue(pipe.is_fifo())
+
+    def test_bounds_are_told_in_full(self):
+        code, text = run_to_exit("--model", MODELS / "tiny-hybrid", "--frame-bytes", "1")
+        self.assertEqual(code, 2, text)
+        self.assertIn("[4096, 3145728]", text)
 
     def test_unknown_variable(self):
         code, text = run_to_exit("--model", MODELS / "tiny-hybrid",

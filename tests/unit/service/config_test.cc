@@ -76,8 +76,8 @@ TEST(Config, FaultsNameWhatIsWrong) {
       {{"--tls-client-ca", "c"}, {}, "--tls-client-ca needs"},
       {{}, {"SPARSEGDN_THREDS=2"}, "unknown variable SPARSEGDN_THREDS"},
       {{}, {"SPARSEGDN_THREADS=x"}, "SPARSEGDN_THREADS = \"x\""},
-      {{"--config", "/nonexistent.json"}, {}, "cannot read /nonexistent.json"},
-      {{"--config", "/tmp"}, {}, "--config /tmp: not valid JSON"},
+      {{"--config", "/nonexistent.json"}, {}, "/nonexistent.json: No such file"},
+      {{"--config", "/tmp"}, {}, "wanted a regular file"},
   };
   for (const auto& row : rows) {
     const auto got = Parse(row.args, row.env);

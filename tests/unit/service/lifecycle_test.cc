@@ -1,8 +1,10 @@
 // Health, readiness, refusals while loading and draining, the other methods, listeners in use.
 #include <grpcpp/impl/codegen/client_unary_call.h>
 #include <httplib.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <fstream>
 #include <future>
@@ -248,6 +250,11 @@ TEST_F(LifecycleTest, ThePortFileHoldsBothPorts) {
   EXPECT_EQ(http_port, server_->http_port());
   config.port_file = "/nonexistent-folder/ports";
   EXPECT_TRUE(absl::IsInvalidArgument(Server::Start(config).status()));
+  // A pipe, or a device, is not replaced by a file.
+  config.port_file = ::testing::TempDir() + "/pipe-" + std::to_string(getpid());
+  ASSERT_EQ(mkfifo(config.port_file.c_str(), 0600), 0);
+  EXPECT_TRUE(absl::IsInvalidArgument(Server::Start(config).status()));
+  EXPECT_EQ(unlink(config.port_file.c_str()), 0);
 }
 
 TEST_F(LifecycleTest, ScrapesGoOnBesideHalfOpenConnections) {
@@ -269,6 +276,47 @@ TEST_F(LifecycleTest, ScrapesGoOnBesideHalfOpenConnections) {
   EXPECT_TRUE(result && result->status == 200);
   EXPECT_LT(steady_clock::now() - start, seconds(1));
   EXPECT_EQ(Get("/other")->status, 404);
+  for (const int fd : sockets) close(fd);
+}
+
+// Each byte comes before a timeout on reads would pass: what ends such a connection is its age.
+TEST_F(LifecycleTest, ClientsThatDripHoldNeitherProbesNorTheStop) {
+  constexpr int kClients = 24;  // more than there are threads
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(server_->http_port()));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  std::vector<int> sockets;
+  for (int i = 0; i < kClients; ++i) {
+    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    ASSERT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    ASSERT_EQ(send(fd, "GET /livez HTTP/1.1\r\nX: ", 24, MSG_NOSIGNAL), 24);
+    sockets.push_back(fd);
+  }
+  std::atomic<bool> enough{false};
+  std::thread drip([&] {
+    while (!enough) {
+      for (const int fd : sockets) (void)send(fd, "a", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+      std::this_thread::sleep_for(milliseconds(100));
+    }
+  });
+  httplib::Client client("127.0.0.1", server_->http_port());
+  client.set_read_timeout(20);
+  const httplib::Result live = client.Get("/livez");
+  EXPECT_TRUE(live && live->status == 200);
+  // New ones, which a stop must not wait for either.
+  for (int& fd : sockets) {
+    close(fd);
+    fd = socket(AF_INET, SOCK_STREAM, 0);
+    ASSERT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    ASSERT_EQ(send(fd, "GET /livez HTTP/1.1\r\nX: ", 24, MSG_NOSIGNAL), 24);
+  }
+  const auto start = steady_clock::now();
+  server_->Shutdown(std::chrono::nanoseconds(0));
+  server_.reset();
+  EXPECT_LT(steady_clock::now() - start, seconds(2));
+  enough = true;
+  drip.join();
   for (const int fd : sockets) close(fd);
 }
 

@@ -124,7 +124,7 @@ TEST_F(TokenFileTest, ARotatedFileIsTakenAndAWrongOneIsNot) {
 TEST_F(TokenFileTest, AFileThatCannotServeEndsTheStart) {
   for (const auto& [text, message] :
        {std::pair{std::string(), "no token"},
-        std::pair{std::string(kMaxTokenFileBytes + 1, '#'), "more than 1 MiB"}}) {
+        std::pair{std::string(kMaxTokenFileBytes + 1, '#'), "more than 1048576 bytes"}}) {
     Write(text);
     const auto file = TokenFile::Open(path_, "--auth-tokens", 1);
     ASSERT_TRUE(absl::IsInvalidArgument(file.status())) << file.status();
