@@ -93,6 +93,7 @@ void Init(sparsegdn_limits* limits) {
 // The leading struct_size bytes of a default-initialised struct.
 template <typename T>
 void InitPrefix(T* out, size_t struct_size) {
+  if (out == nullptr) return;
   T full;
   Init(&full);
   const size_t size = struct_size < sizeof(T) ? struct_size : sizeof(T);
@@ -220,6 +221,7 @@ const char* sparsegdn_version(void) { return SPARSEGDN_VERSION_TEXT; }
 const char* sparsegdn_last_error(void) { return sparsegdn::last_error.c_str(); }
 
 void sparsegdn_sequence_init(sparsegdn_sequence* sequence) {
+  if (sequence == nullptr) return;
   const sparsegdn::SequenceParams defaults;
   std::memcpy(sequence, &defaults, sizeof(defaults));
 }

@@ -1,5 +1,5 @@
 #include <string>
-#include <vector>
+#include <unordered_map>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/common/validate.h"
@@ -38,7 +38,8 @@ absl::Status CheckPositions(const SequenceParams& p, int32_t i, int64_t length) 
   }
   if (p.prompt_tokens < p.first_position + length || p.prompt_tokens > 2 * kMaxPosition) {
     return BadSequence(i, "prompt_tokens", p.prompt_tokens,
-                       absl::StrCat(">= first_position + length = ", p.first_position + length));
+                       absl::StrCat(">= first_position + length = ", p.first_position + length,
+                                    " and <= ", 2 * kMaxPosition));
   }
   return absl::OkStatus();
 }
@@ -66,24 +67,24 @@ absl::Status CheckSlot(int32_t i, const char* field, int32_t slot, int32_t slots
 
 // Two sequences may not write one slot, and none may write the slot another one starts from.
 absl::Status CheckSlotOwners(const GdnForwardArgs& args) {
-  std::vector<int32_t> writer(args.final_state.slots, -1);
+  // By slot. As large as the call, not as the pool: that is a number that a caller may just claim.
+  std::unordered_map<int32_t, int32_t> writer;
   for (int32_t i = 0; i < args.num_seqs; ++i) {
     const int32_t slot = args.sequences[i].final_slot;
     if (slot < 0) continue;
-    if (writer[slot] >= 0) {
+    const auto [known, is_new] = writer.emplace(slot, i);
+    if (!is_new) {
       return BadSequence(i, "final_slot", slot,
-                         absl::StrCat("unlike that of sequences[", writer[slot], "]"));
+                         absl::StrCat("unlike that of sequences[", known->second, "]"));
     }
-    writer[slot] = i;
   }
   if (args.initial_state.data != args.final_state.data) return absl::OkStatus();
   for (int32_t i = 0; i < args.num_seqs; ++i) {
     const int32_t slot = args.sequences[i].initial_slot;
-    if (slot < 0 || slot >= args.final_state.slots || writer[slot] < 0 || writer[slot] == i) {
-      continue;
-    }
+    const auto known = writer.find(slot);
+    if (known == writer.end() || known->second == i) continue;
     return BadSequence(i, "initial_slot", slot,
-                       absl::StrCat("no slot that sequences[", writer[slot], "] writes"));
+                       absl::StrCat("no slot that sequences[", known->second, "] writes"));
   }
   return absl::OkStatus();
 }

@@ -88,7 +88,11 @@ absl::Status CpuBackend::Prepare(const GdnForwardArgs& args, EntryPoint entry,
   if (!s.ok()) return s;
   const bool bf16 = entry == EntryPoint::kForward && UsesBf16(args.q.dtype);
   *workspace = Workspace(args.workspace, args.shape, args.num_tokens, bf16, pool_.num_threads());
-  if (args.workspace_bytes < workspace->bytes || args.workspace == nullptr) {
+  if (args.workspace == nullptr) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("workspace = null, must be given, of >= ", workspace->bytes, " bytes"));
+  }
+  if (args.workspace_bytes < workspace->bytes) {
     return absl::ResourceExhaustedError(absl::StrCat("workspace_bytes = ", args.workspace_bytes,
                                                      ", must be >= ", workspace->bytes));
   }

@@ -131,6 +131,7 @@ SPARSEGDN_EXPORT const char* sparsegdn_version(void);
 /* Message of the last error on this thread, naming field, got and wanted; "" after a success. */
 SPARSEGDN_EXPORT const char* sparsegdn_last_error(void);
 
+/* Of each init function: null is allowed, and nothing happens. */
 SPARSEGDN_EXPORT void sparsegdn_sequence_init(sparsegdn_sequence* sequence);
 /* struct_size: sizeof(*args), sizeof(*limits). No more than that is written. */
 SPARSEGDN_EXPORT void sparsegdn_forward_args_init(sparsegdn_forward_args* args, size_t struct_size);

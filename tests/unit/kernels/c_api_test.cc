@@ -104,6 +104,12 @@ TEST(CApi, SequenceDefaultsAreTheHeader) {
   EXPECT_EQ(s.final_slot, -1);
 }
 
+TEST(CApi, InitOfNothingDoesNothing) {
+  sparsegdn_sequence_init(nullptr);
+  sparsegdn_forward_args_init(nullptr, sizeof(sparsegdn_forward_args));
+  sparsegdn_limits_init(nullptr, sizeof(sparsegdn_limits));
+}
+
 TEST(CApi, CodesAndMessages) {
   CCall c;
   const auto expect = [](sparsegdn_code got, sparsegdn_code want, const char* message) {

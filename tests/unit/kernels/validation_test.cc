@@ -1,5 +1,6 @@
 // Every error of gdn.h: code, and a message that names field, got and wanted.
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <cmath>
 #include <functional>
@@ -298,6 +299,23 @@ TEST(ValidateCall, SelectNeedsVForWriteNormAndTakesNoMask) {
   EXPECT_EQ((*backend)->Select(masked.args, nullptr).code(), absl::StatusCode::kInvalidArgument);
 }
 
+// A pool's slots are what the caller says: a check must not take memory by them.
+TEST(ValidateCall, AClaimOfManySlotsCostsNothing) {
+  auto backend = CreateCpuBackend({.num_threads = 1});
+  ASSERT_TRUE(backend.ok());
+  HostCall call;
+  std::vector<float> state(2 * 4 * 8 * 8);
+  call.args.final_state = {state.data(), std::numeric_limits<int32_t>::max(),
+                           StateLayout::kKeyMajor};
+  call.sequences[0].final_slot = 1;
+  call.sequences[1].final_slot = 0;
+  rusage before{}, after{};
+  getrusage(RUSAGE_SELF, &before);
+  EXPECT_TRUE((*backend)->Forward(call.args, nullptr).ok());
+  getrusage(RUSAGE_SELF, &after);
+  EXPECT_LT(after.ru_maxrss - before.ru_maxrss, 64 << 10);  // KiB; one word a slot would be 8 GiB
+}
+
 TEST(ValidateCall, WorkspaceTooSmall) {
   auto backend = CreateCpuBackend({.num_threads = 1});
   ASSERT_TRUE(backend.ok());
@@ -310,6 +328,10 @@ TEST(ValidateCall, WorkspaceTooSmall) {
   call.args.workspace_bytes = need;
   call.args.workspace = static_cast<char*>(call.args.workspace) + 8;
   EXPECT_EQ((*backend)->Forward(call.args, nullptr).code(), absl::StatusCode::kInvalidArgument);
+  call.args.workspace = nullptr;
+  const absl::Status none = (*backend)->Forward(call.args, nullptr);
+  EXPECT_EQ(none.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_NE(none.message().find("workspace = null"), std::string::npos) << none;
 }
 
 TEST(ValidateCall, Limits) {
