@@ -209,8 +209,8 @@ absl::Status ApplyFlags(const std::vector<std::string>& args, Invocation& out) {
 absl::Status ApplyFile(const std::string& path, ServerConfig& config) {
   absl::StatusOr<std::string> text = ReadSmallFile(path);
   if (!text.ok()) {
-    return absl::Status(text.status().code(),
-                        absl::StrCat("--config ", path, ": ", std::string(text.status().message())));
+    return absl::Status(text.status().code(), absl::StrCat("--config ", path, ": ",
+                                                           std::string(text.status().message())));
   }
   absl::Status status = ApplyJson(*text, config);
   if (status.ok()) return status;

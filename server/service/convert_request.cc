@@ -113,13 +113,19 @@ absl::Status ConvertTensor(const v1::TensorInfo& in, const std::string& field,
 
 }  // namespace
 
-absl::Status ParseRequest(const grpc::ByteBuffer& bytes, v1::PrefillRequest* request) {
+absl::Status ParseMessage(const grpc::ByteBuffer& bytes, google::protobuf::Message* message) {
   grpc::ByteBuffer copy = bytes;  // shares the slices; the reader wants a mutable one
   grpc::ProtoBufferReader reader(&copy);
-  if (!reader.status().ok() || !request->ParseFromZeroCopyStream(&reader)) {
-    return InvalidField("", "MALFORMED_MESSAGE", "the message is not a PrefillRequest");
+  if (!reader.status().ok() || !message->ParseFromZeroCopyStream(&reader)) {
+    return InvalidField("", "MALFORMED_MESSAGE",
+                        absl::StrCat("the message is not a ", message->GetDescriptor()->name()));
   }
   return absl::OkStatus();
+}
+
+grpc::ByteBuffer ToBytes(const google::protobuf::Message& message) {
+  const grpc::Slice slice(message.SerializeAsString());
+  return grpc::ByteBuffer(&slice, 1);
 }
 
 std::string LogLabel(const std::string& id) {

@@ -21,8 +21,10 @@ inline constexpr size_t kMaxSnapshotIdBytes = 256;
 inline constexpr int kMaxManifestTensors = 1 << 16;
 inline constexpr size_t kMaxTensorNameBytes = 256;
 
-// Parses the raw message. INVALID_ARGUMENT when it is not a PrefillRequest.
-absl::Status ParseRequest(const grpc::ByteBuffer& bytes, v1::PrefillRequest* request);
+// Parses a raw message. INVALID_ARGUMENT when it is not one of its kind.
+absl::Status ParseMessage(const grpc::ByteBuffer& bytes, google::protobuf::Message* message);
+// A raw answer.
+grpc::ByteBuffer ToBytes(const google::protobuf::Message& message);
 
 // Deadline and tenant are the caller's to fill in.
 absl::StatusOr<engine::PrefillRequest> FromProto(const v1::PrefillRequest& request);

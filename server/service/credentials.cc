@@ -18,8 +18,8 @@ namespace {
 absl::StatusOr<std::string> ReadPem(const std::string& path, const char* flag) {
   absl::StatusOr<std::string> text = ReadSmallFile(path);
   if (!text.ok()) {
-    return absl::InvalidArgumentError(absl::StrCat(flag, " = ", path, ", wanted a PEM file: ",
-                                                   std::string(text.status().message())));
+    return absl::InvalidArgumentError(absl::StrCat(
+        flag, " = ", path, ", wanted a PEM file: ", std::string(text.status().message())));
   }
   if (text->find("-----BEGIN") == std::string::npos) {
     return absl::InvalidArgumentError(absl::StrCat(flag, " = ", path, ", wanted a PEM file"));

@@ -88,7 +88,8 @@ class TimedStream final : public httplib::Stream {
   size_t begin_ = 0, size_ = 0;
 };
 
-// The library's own timeouts are per read: a byte a second would hold a thread, and stop(), for ever.
+// The library's own timeouts are per read: a byte a second would hold a thread, and stop(), for
+// ever.
 class TimedServer final : public httplib::Server {
  public:
   void StopConnections() { stopping_ = true; }

@@ -17,16 +17,16 @@ namespace sparsegdn::service {
 using std::chrono::steady_clock;
 
 ImportReactor::ImportReactor(const ServiceContext& service, grpc::CallbackServerContext* context,
-                             v1::SnapshotRef* response)
+                             grpc::ByteBuffer* response)
     : service_(service),
       response_(response),
       traceparent_(TraceparentOf(*context)),
       deadline_(*context, *service.clock),
       context_(context) {}
 
-grpc::ServerReadReactor<v1::SnapshotFrame>* ImportReactor::Start(
+grpc::ServerReadReactor<grpc::ByteBuffer>* ImportReactor::Start(
     const ServiceContext& service, grpc::CallbackServerContext* context,
-    v1::SnapshotRef* response) {
+    grpc::ByteBuffer* response) {
   auto reactor = std::make_shared<ImportReactor>(service, context, response);
   reactor->self_ = reactor;
   absl::StatusOr<Caller> caller = Authenticate(*context, service.tokens);
@@ -47,7 +47,7 @@ grpc::ServerReadReactor<v1::SnapshotFrame>* ImportReactor::Start(
     reactor->reading_ = true;
     reactor->read_started_ = steady_clock::now();
   }
-  reactor->StartRead(&reactor->frame_);
+  reactor->StartRead(&reactor->bytes_);
   return reactor.get();
 }
 
@@ -90,10 +90,13 @@ void ImportReactor::OnReadDone(bool ok) {
     reading_ = true;
     read_started_ = steady_clock::now();
   }
-  StartRead(&frame_);
+  StartRead(&bytes_);
 }
 
 absl::Status ImportReactor::Take(bool& done) {
+  absl::Status parsed = ParseMessage(bytes_, &frame_);
+  bytes_.Clear();
+  if (!parsed.ok()) return parsed;
   const bool first = import_ == nullptr;
   switch (frame_.frame_case()) {
     case v1::SnapshotFrame::kHeader:
@@ -145,7 +148,10 @@ void ImportReactor::Complete() {
   }
   absl::StatusOr<engine::SnapshotRef> ref = import_->Finish(frame_.end().digest());
   import_.reset();
-  if (ref.ok()) *response_ = ToProto(*ref);
+  if (ref.ok()) {
+    ref_ = ToProto(*ref);
+    *response_ = ToBytes(ref_);
+  }
   End(ref.status());
 }
 
@@ -169,7 +175,7 @@ void ImportReactor::End(const absl::Status& status) {
        {"code", std::string(CodeName(out.error_code()))},
        {"message", LogMessage(status)},
        {"traceparent", traceparent_},
-       {"bytes", static_cast<int64_t>(response_->bytes())}});
+       {"bytes", static_cast<int64_t>(ref_.bytes())}});
   Finish(out);
 }
 

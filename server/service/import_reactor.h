@@ -23,16 +23,16 @@ namespace sparsegdn::service {
 // the whole snapshot, seconds at worst, and so runs on a worker. An error finishes the call at
 // once, and what the client still sends is dropped by the transport. See prefill_reactor.h for the
 // rules.
-class ImportReactor final : public grpc::ServerReadReactor<v1::SnapshotFrame>,
+class ImportReactor final : public grpc::ServerReadReactor<grpc::ByteBuffer>,
                             public OpenCall,
                             public std::enable_shared_from_this<ImportReactor> {
  public:
-  static grpc::ServerReadReactor<v1::SnapshotFrame>* Start(const ServiceContext& service,
-                                                           grpc::CallbackServerContext* context,
-                                                           v1::SnapshotRef* response);
+  static grpc::ServerReadReactor<grpc::ByteBuffer>* Start(const ServiceContext& service,
+                                                          grpc::CallbackServerContext* context,
+                                                          grpc::ByteBuffer* response);
 
   ImportReactor(const ServiceContext& service, grpc::CallbackServerContext* context,
-                v1::SnapshotRef* response);
+                grpc::ByteBuffer* response);
 
   void OnReadDone(bool ok) override;
   void OnCancel() override {}  // the read in flight fails, or the worker sees it
@@ -43,7 +43,7 @@ class ImportReactor final : public grpc::ServerReadReactor<v1::SnapshotFrame>,
  private:
   using SteadyTime = std::chrono::steady_clock::time_point;
 
-  // Takes frame_ in. `done` becomes true after a good SnapshotEnd.
+  // Takes bytes_ in. `done` becomes true after a good SnapshotEnd.
   absl::Status Take(bool& done);
   absl::Status TakeHeader(const v1::SnapshotHeader& header);
   // After SnapshotEnd, on a worker: checks and keeps the upload, and ends the call.
@@ -52,14 +52,16 @@ class ImportReactor final : public grpc::ServerReadReactor<v1::SnapshotFrame>,
   void End(const absl::Status& status);
 
   const ServiceContext service_;
-  v1::SnapshotRef* const response_;
+  grpc::ByteBuffer* const response_;
   const std::string request_id_ = NewRequestId();
   const std::string traceparent_;
   const CallDeadline deadline_;
   std::shared_ptr<ImportReactor> self_;  // until OnDone
 
   // Touched by one read at a time, then by the worker.
-  v1::SnapshotFrame frame_;
+  grpc::ByteBuffer bytes_;
+  v1::SnapshotFrame frame_;  // parsed from bytes_
+  v1::SnapshotRef ref_;
   std::shared_ptr<engine::Engine> engine_;
   Caller caller_;
   std::unique_ptr<engine::SnapshotImport> import_;

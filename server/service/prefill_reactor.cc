@@ -66,7 +66,7 @@ absl::StatusOr<std::shared_ptr<engine::PrefillCall>> PrefillReactor::Submit(
   if (!caller.ok()) return caller.status();
   google::protobuf::Arena arena;
   auto* message = google::protobuf::Arena::CreateMessage<v1::PrefillRequest>(&arena);
-  absl::Status status = ParseRequest(bytes, message);
+  absl::Status status = ParseMessage(bytes, message);
   if (!status.ok()) return status;
   if (!message->request_id().empty()) request_id_ = LogLabel(message->request_id());
   prompt_tokens_ = message->token_ids_size();

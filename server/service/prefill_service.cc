@@ -38,41 +38,47 @@ grpc::ServerWriteReactor<grpc::ByteBuffer>* PrefillServiceImpl::Prefill(
   return PrefillReactor::Start(service_, context, *request);
 }
 
-grpc::ServerReadReactor<v1::SnapshotFrame>* PrefillServiceImpl::ImportSnapshot(
-    grpc::CallbackServerContext* context, v1::SnapshotRef* response) {
+grpc::ServerReadReactor<grpc::ByteBuffer>* PrefillServiceImpl::ImportSnapshot(
+    grpc::CallbackServerContext* context, grpc::ByteBuffer* response) {
   return ImportReactor::Start(service_, context, response);
 }
 
-grpc::ServerUnaryReactor* PrefillServiceImpl::ReleaseSnapshot(
-    grpc::CallbackServerContext* context, const v1::ReleaseSnapshotRequest* request,
-    v1::ReleaseSnapshotResponse*) {
+grpc::ServerUnaryReactor* PrefillServiceImpl::ReleaseSnapshot(grpc::CallbackServerContext* context,
+                                                              const grpc::ByteBuffer* bytes,
+                                                              grpc::ByteBuffer* response) {
   const auto release = [&]() -> absl::Status {
     absl::StatusOr<Caller> caller = Authenticate(*context, service_.tokens);
     if (!caller.ok()) return caller.status();
     absl::StatusOr<std::shared_ptr<engine::Engine>> engine = service_.health->ForNewCall();
     if (!engine.ok()) return engine.status();
-    const std::string& id = request->snapshot_id();
+    v1::ReleaseSnapshotRequest request;
+    if (absl::Status status = ParseMessage(*bytes, &request); !status.ok()) return status;
+    const std::string& id = request.snapshot_id();
     if (id.empty() || id.size() > kMaxSnapshotIdBytes) {
       return InvalidField(
           "snapshot_id", "BAD_SNAPSHOT_ID",
           absl::StrCat("snapshot_id has ", id.size(), " bytes, wanted 1 .. ", kMaxSnapshotIdBytes));
     }
-    absl::StatusOr<std::string> tenant = TenantOf(*caller, request->tenant());
+    absl::StatusOr<std::string> tenant = TenantOf(*caller, request.tenant());
     if (!tenant.ok()) return tenant.status();
+    *response = ToBytes(v1::ReleaseSnapshotResponse());
     return (*engine)->ReleaseSnapshot(id, *tenant);
   };
   return EndUnary(service_, context, Method::kReleaseSnapshot, release());
 }
 
 grpc::ServerUnaryReactor* PrefillServiceImpl::GetModelInfo(grpc::CallbackServerContext* context,
-                                                           const v1::GetModelInfoRequest*,
-                                                           v1::ModelInfo* response) {
+                                                           const grpc::ByteBuffer* bytes,
+                                                           grpc::ByteBuffer* response) {
   const auto info = [&]() -> absl::Status {
     absl::StatusOr<Caller> caller = Authenticate(*context, service_.tokens);
     if (!caller.ok()) return caller.status();
     absl::StatusOr<std::shared_ptr<engine::Engine>> engine = service_.health->ForNewCall();
-    if (engine.ok()) *response = ToModelInfo(**engine, limits_(), version_);
-    return engine.status();
+    if (!engine.ok()) return engine.status();
+    v1::GetModelInfoRequest request;
+    if (absl::Status status = ParseMessage(*bytes, &request); !status.ok()) return status;
+    *response = ToBytes(ToModelInfo(**engine, limits_(), version_));
+    return absl::OkStatus();
   };
   return EndUnary(service_, context, Method::kGetModelInfo, info());
 }

@@ -12,11 +12,12 @@
 
 namespace sparsegdn::service {
 
-// Prefill is a raw method, so that tensor frames are written without a copy.
+// Raw methods: tensor frames are written without a copy, and of bytes that are no message gRPC
+// itself would say UNIMPLEMENTED without a word, or on a stream that the client had ended it.
 using PrefillServiceBase = v1::PrefillService::WithRawCallbackMethod_Prefill<
-    v1::PrefillService::WithCallbackMethod_ImportSnapshot<
-        v1::PrefillService::WithCallbackMethod_ReleaseSnapshot<
-            v1::PrefillService::WithCallbackMethod_GetModelInfo<v1::PrefillService::Service>>>>;
+    v1::PrefillService::WithRawCallbackMethod_ImportSnapshot<
+        v1::PrefillService::WithRawCallbackMethod_ReleaseSnapshot<
+            v1::PrefillService::WithRawCallbackMethod_GetModelInfo<v1::PrefillService::Service>>>>;
 
 class PrefillServiceImpl final : public PrefillServiceBase {
  public:
@@ -27,14 +28,14 @@ class PrefillServiceImpl final : public PrefillServiceBase {
 
   grpc::ServerWriteReactor<grpc::ByteBuffer>* Prefill(grpc::CallbackServerContext* context,
                                                       const grpc::ByteBuffer* request) override;
-  grpc::ServerReadReactor<v1::SnapshotFrame>* ImportSnapshot(grpc::CallbackServerContext* context,
-                                                             v1::SnapshotRef* response) override;
+  grpc::ServerReadReactor<grpc::ByteBuffer>* ImportSnapshot(grpc::CallbackServerContext* context,
+                                                            grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* ReleaseSnapshot(grpc::CallbackServerContext* context,
-                                            const v1::ReleaseSnapshotRequest* request,
-                                            v1::ReleaseSnapshotResponse* response) override;
+                                            const grpc::ByteBuffer* request,
+                                            grpc::ByteBuffer* response) override;
   grpc::ServerUnaryReactor* GetModelInfo(grpc::CallbackServerContext* context,
-                                         const v1::GetModelInfoRequest* request,
-                                         v1::ModelInfo* response) override;
+                                         const grpc::ByteBuffer* request,
+                                         grpc::ByteBuffer* response) override;
 
  private:
   const ServiceContext service_;

@@ -265,8 +265,8 @@ absl::Status ServerImpl::WritePortFile() const {
   // The rename would put a file in the place of a device or a pipe: of /dev/stdout, say.
   struct stat info {};
   if (stat(config_.port_file.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "--port-file = ", config_.port_file, ": is there and is no regular file"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("--port-file = ", config_.port_file, ": is there and is no regular file"));
   }
   const std::string temporary = config_.port_file + ".tmp";
   std::ofstream file(temporary, std::ios::trunc);

@@ -24,8 +24,7 @@ absl::StatusOr<std::string> ReadOpen(int fd, size_t max_bytes, struct stat* info
     size += static_cast<size_t>(got);
   }
   if (size > max_bytes) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("the file has more than ", max_bytes, " bytes"));
+    return absl::InvalidArgumentError(absl::StrCat("the file has more than ", max_bytes, " bytes"));
   }
   text.resize(size);
   return text;

@@ -90,9 +90,9 @@ absl::StatusOr<store::RedisOptions> ToRedisOptions(const ServerConfig& config) {
   if (!config.redis_password_file.empty()) {
     absl::StatusOr<std::string> text = ReadSmallFile(config.redis_password_file);
     if (!text.ok() || text->empty()) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "--redis-password-file: cannot read ", config.redis_password_file, ": ",
-          text.ok() ? "it is empty" : std::string(text.status().message())));
+      return absl::InvalidArgumentError(
+          absl::StrCat("--redis-password-file: cannot read ", config.redis_password_file, ": ",
+                       text.ok() ? "it is empty" : std::string(text.status().message())));
     }
     options.address.password = text->substr(0, text->find('\n'));
   }

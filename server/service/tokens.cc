@@ -130,6 +130,8 @@ absl::StatusOr<TokenTable> TokenFile::Read(Version& version) const {
   struct stat info {};
   Wiped file;
   absl::StatusOr<std::string> text = ReadSmallFile(path_, kMaxTokenFileBytes, &info);
+  version = {info.st_dev, info.st_ino, static_cast<uint64_t>(info.st_size),
+             info.st_mtim.tv_sec * 1'000'000'000 + info.st_mtim.tv_nsec};
   if (!text.ok()) return named(text.status());
   file.text = *std::move(text);
   // Group read is how a Kubernetes secret reaches a pod that is not root.
@@ -137,8 +139,6 @@ absl::StatusOr<TokenTable> TokenFile::Read(Version& version) const {
     Log(LogLevel::kWarning, "token file: others may read or change it, wanted mode 0600 or 0440",
         {{"path", path_}});
   }
-  version = {info.st_dev, info.st_ino, static_cast<uint64_t>(info.st_size),
-             info.st_mtim.tv_sec * 1'000'000'000 + info.st_mtim.tv_nsec};
   absl::StatusOr<TokenTable> table = TokenTable::Parse(file.text);
   if (!table.ok()) return named(table.status());
   return table;

@@ -33,7 +33,7 @@ void Refused(const absl::Status& status) {
 // What the service does before the engine.
 absl::StatusOr<engine::PrefillRequest> Convert(const uint8_t* data, size_t size) {
   v1::PrefillRequest wire;
-  absl::Status status = service::ParseRequest(Received(data, size), &wire);
+  absl::Status status = service::ParseMessage(Received(data, size), &wire);
   if (!status.ok()) return status;
   status = service::CheckWorker(wire.worker(), FuzzEngine::Get().engine().model_info());
   if (!status.ok()) return status;

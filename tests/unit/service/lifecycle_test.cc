@@ -213,6 +213,25 @@ TEST_F(LifecycleTest, ReleaseSnapshot) {
   EXPECT_EQ(DetailsOf(status).field, "snapshot_id");
 }
 
+TEST_F(LifecycleTest, BytesThatAreNoMessageAreNamed) {
+  for (const char* name : {"ReleaseSnapshot", "GetModelInfo", "ImportSnapshot"}) {
+    const grpc::Slice slice(std::string("\x0a\xff\xff\xff\xff\x7f garbage"));
+    const grpc::ByteBuffer request(&slice, 1);
+    grpc::ByteBuffer reply;
+    const auto context = Context();
+    const std::string path = std::string("/sparsegdn.v1.PrefillService/") + name;
+    const grpc::internal::RpcMethod method(path.c_str(), grpc::internal::RpcMethod::NORMAL_RPC);
+    const grpc::Status status =
+        grpc::internal::BlockingUnaryCall<grpc::ByteBuffer, grpc::ByteBuffer>(
+            channel_.get(), method, context.get(), request, &reply);
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT) << name;
+    EXPECT_EQ(DetailsOf(status).reason, "MALFORMED_MESSAGE") << name;
+    EXPECT_NE(status.error_message().find("the message is not a "), std::string::npos) << name;
+  }
+  v1::ModelInfo info;
+  EXPECT_TRUE(stub_->GetModelInfo(Context().get(), {}, &info).ok());
+}
+
 TEST_F(LifecycleTest, AListenerInUseIsAClearError) {
   ServerConfig config = LoopbackConfig();
   config.listen = "127.0.0.1:" + std::to_string(server_->port());
