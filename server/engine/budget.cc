@@ -69,8 +69,14 @@ absl::Status CheckRanges(const BudgetOverrides& o) {
   return status;
 }
 
-absl::Status CheckBounds(const Budget& budget) {
+// A bound that the request does not give has a default; the message names one that it gives.
+absl::Status CheckBounds(const Budget& budget, const BudgetOverrides& o) {
   if (budget.min_retention > budget.max_retention) {
+    if (o.max_retention && !o.min_retention) {
+      return Invalid("budget.max_retention",
+                     absl::StrCat("got ", budget.max_retention,
+                                  ", wanted at least min_retention = ", budget.min_retention));
+    }
     return Invalid("budget.min_retention",
                    absl::StrCat("got ", budget.min_retention,
                                 ", wanted at most max_retention = ", budget.max_retention));
@@ -111,7 +117,7 @@ absl::StatusOr<Budget> ResolveBudget(const BudgetOverrides& overrides, const Bud
     const RetentionBounds bounds = ResolveBounds(budget);
     budget.min_retention = bounds.min_retention;
     budget.max_retention = bounds.max_retention;
-    if (absl::Status s = CheckBounds(budget); !s.ok()) return s;
+    if (absl::Status s = CheckBounds(budget, overrides); !s.ok()) return s;
   }
   if (absl::Status s = ValidateBudget(budget); !s.ok()) {
     return Invalid("budget", std::string(s.message()));

@@ -79,6 +79,10 @@ TEST(ResolveBudget, RefusalsNameTheField) {
       {"coverage nan", [=](auto& o) { o.coverage = nan; }, "budget.coverage"},
       {"negative bound", [](auto& o) { o.min_retention = -1.0; }, "budget.min_retention"},
       {"bound above one", [](auto& o) { o.max_retention = 1.01; }, "budget.max_retention"},
+      {"upper bound below the default lower one", [](auto& o) { o.max_retention = 0.0; },
+       "budget.max_retention"},
+      {"lower bound above the default upper one", [](auto& o) { o.min_retention = 1.0; },
+       "budget.min_retention"},
       {"bound nan", [=](auto& o) { o.max_retention = nan; }, "budget.max_retention"},
       {"bounds crossed",
        [](auto& o) {
