@@ -31,4 +31,6 @@ def xxh3_64(data: object) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-__all__ = ["SERVICE", "prefill_pb2", "status_pb2", "xxh3_64"]
+RunningHash = xxhash.xxh3_64  # update(data), intdigest()
+
+__all__ = ["SERVICE", "RunningHash", "prefill_pb2", "status_pb2", "xxh3_64"]

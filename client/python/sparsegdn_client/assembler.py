@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Any
+from typing import Any, Sequence
 
 import numpy as np
 
-from sparsegdn_client._stubs import xxh3_64
+from sparsegdn_client._stubs import RunningHash, xxh3_64
 from sparsegdn_client.errors import IntegrityError, PrefillError
 from sparsegdn_client.shared import map_tensors
 from sparsegdn_client.snapshot import STORAGE, Snapshot, TensorInfo, check_manifest
 
 
-class _Part:
-    """One tensor's bytes and the ranges of them that have come."""
+_ALIGN = 64
 
-    def __init__(self, info: TensorInfo, shared: np.ndarray | None = None) -> None:
+
+class _Part:
+    """One tensor's bytes, the ranges of them that have come, and the hash so far."""
+
+    def __init__(self, info: TensorInfo, data: np.ndarray) -> None:
         self.info = info
-        self.data = np.empty(info.bytes, np.uint8) if shared is None else shared
-        self.view = memoryview(self.data)
+        self.data = data
+        self.view = memoryview(data)
         self.begins: list[int] = []  # received [begin, end), sorted, merged
         self.ends: list[int] = []
+        self._hashed = 0
+        self._whole_hash: int | None = None
+        self._running: RunningHash | None = None
 
     def insert(self, begin: int, end: int) -> bool:
         """False when a byte of [begin, end) is there already."""
@@ -43,12 +49,44 @@ class _Part:
             self.ends.insert(i, end)
         return True
 
+    def hash_range(self, begin: int, end: int, value: int) -> None:
+        """Takes the hash on over [begin, end), whose own hash is `value`, while it is in the cache;
+        not where ranges come out of order."""
+        if begin == 0 and end == self.info.bytes:
+            self._whole_hash = value
+        elif begin == self._hashed:
+            self._running = self._running or RunningHash()
+            self._running.update(self.view[begin:end])
+            self._hashed = end
+
+    def hash(self) -> int:
+        """XXH3-64 of the whole tensor."""
+        if self._whole_hash is not None:
+            return self._whole_hash
+        if self._running is None:
+            return xxh3_64(self.view)
+        if self._hashed < self.info.bytes:
+            self._running.update(self.view[self._hashed :])
+            self._hashed = self.info.bytes
+        return self._running.intdigest()
+
     @property
     def whole(self) -> bool:
         return not self.info.bytes or (self.begins == [0] and self.ends == [self.info.bytes])
 
     def array(self) -> np.ndarray:
         return self.data.view(STORAGE[self.info.dtype]).reshape(self.info.shape)
+
+
+def _buffers(infos: Sequence[TensorInfo]) -> list[np.ndarray]:
+    """Room for each tensor in one allocation: numpy asks for huge pages from 4 MiB on, and most of
+    what a first touch of 4 KiB pages costs is saved."""
+    begins, total = [], 0
+    for info in infos:
+        begins.append(total)
+        total += -(-info.bytes // _ALIGN) * _ALIGN
+    data = np.empty(total, np.uint8)
+    return [data[b : b + info.bytes] for b, info in zip(begins, infos)]
 
 
 class Assembler:
@@ -75,10 +113,8 @@ class Assembler:
             raise IntegrityError("MANIFEST_INVALID", "shared_memory was not asked for",
                                  field="shared_memory")
         try:
-            if self._shared:
-                self._parts = [_Part(*pair) for pair in zip(infos, map_tensors(manifest))]
-            else:
-                self._parts = [_Part(info) for info in infos]
+            buffers = map_tensors(manifest) if self._shared else _buffers(infos)
+            self._parts = [_Part(*pair) for pair in zip(infos, buffers)]
         except MemoryError:
             raise PrefillError(
                 "RESOURCE_EXHAUSTED",
@@ -90,13 +126,14 @@ class Assembler:
 
     def add(self, chunk: Any) -> None:
         """Chunks come in any order, tensors mixed; an empty one is legal and carries nothing."""
-        self._take(chunk, len(chunk.data), chunk.data)
+        data = chunk.data  # a message makes a copy at each look
+        self._take(chunk, len(data), data)
 
     def add_shared(self, chunk: Any) -> None:
         """The same, of a SharedChunk: its bytes are in their place already."""
         self._take(chunk, chunk.bytes, None)
 
-    def _take(self, chunk: Any, size: int, data: bytes | None) -> None:
+    def _take(self, chunk: Any, size: int, data: Any) -> None:
         if self._manifest is None:
             raise IntegrityError("MANIFEST_MISSING", "a chunk came before the manifest")
         if chunk.tensor >= len(self._parts):
@@ -130,6 +167,7 @@ class Assembler:
             )
         if data is not None:
             part.view[begin:end] = data
+        part.hash_range(begin, end, chunk.xxh3_64)
         self.bytes_done += size
 
     def finish(self, digest: int) -> Snapshot:
@@ -148,6 +186,7 @@ class Assembler:
             self._manifest.position,
             [part.info for part in self._parts],
             [part.array() for part in self._parts],
+            [part.hash() for part in self._parts],
         )
         if snapshot.digest != digest:
             raise IntegrityError(

@@ -20,6 +20,7 @@ from sparsegdn_client._stubs import SERVICE, xxh3_64
 from sparsegdn_client._stubs import prefill_pb2 as pb
 from sparsegdn_client.assembler import Assembler
 from sparsegdn_client.errors import IntegrityError, PrefillError, from_rpc_error
+from sparsegdn_client.frames import Chunk, parse_response
 from sparsegdn_client.security import (
     check_token_may_travel,
     explain_tls,
@@ -138,7 +139,8 @@ class _PrefillStream:
     def on_event(self, response: Any) -> None:
         if self._result is not None:
             raise IntegrityError("EVENT_AFTER_RESULT", "an event came after the result")
-        kind, p = response.WhichOneof("event"), self._progress
+        p = self._progress
+        kind = "chunk" if isinstance(response, Chunk) else response.WhichOneof("event")
         if kind == "accepted":
             p = replace(
                 p,
@@ -159,7 +161,7 @@ class _PrefillStream:
         elif kind == "chunk":
             if self._first_chunk is None:
                 self._first_chunk = time.monotonic() - self._start
-            self._assembler.add(response.chunk)
+            self._assembler.add(response if isinstance(response, Chunk) else response.chunk)
             p = replace(p, stage="streaming")
         elif kind == "shared_chunks":
             if self._first_chunk is None:
@@ -285,7 +287,7 @@ class PrefillClient:
         )
         self._max_snapshot_bytes = max_snapshot_bytes
         self._prefill = self._channel.unary_stream(
-            SERVICE + "Prefill", pb.PrefillRequest.SerializeToString, pb.PrefillResponse.FromString
+            SERVICE + "Prefill", pb.PrefillRequest.SerializeToString, parse_response
         )
         self._import = self._channel.stream_unary(
             SERVICE + "ImportSnapshot", pb.SnapshotFrame.SerializeToString, pb.SnapshotRef.FromString

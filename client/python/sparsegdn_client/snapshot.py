@@ -162,8 +162,10 @@ class Snapshot(Mapping[str, np.ndarray]):
         position: int,
         infos: Sequence[TensorInfo],
         arrays: Sequence[np.ndarray],
+        hashes: Sequence[int] | None = None,
     ) -> None:
-        """`arrays[i]` must have the shape and storage dtype of `infos[i]`; hashes are computed."""
+        """`arrays[i]` must have the shape and storage dtype of `infos[i]`; `hashes[i]` is the
+        XXH3-64 of its bytes, computed unless given."""
         check_manifest(FORMAT_VERSION, position, infos, sum(i.bytes for i in infos), 1 << 63)
         if len(arrays) != len(infos):
             raise ValueError(f"{len(arrays)} arrays, must be {len(infos)}")
@@ -178,7 +180,9 @@ class Snapshot(Mapping[str, np.ndarray]):
         self.position = position
         self.infos: dict[str, TensorInfo] = {info.name: info for info in infos}
         self._arrays = {i.name: np.ascontiguousarray(a) for i, a in zip(infos, arrays)}
-        self.hashes = {n: xxh3_64(a.reshape(-1).view(np.uint8)) for n, a in self._arrays.items()}
+        if hashes is None:
+            hashes = [xxh3_64(a.reshape(-1).view(np.uint8)) for a in self._arrays.values()]
+        self.hashes = dict(zip(self._arrays, hashes, strict=True))
         self.digest = digest_of(list(self.hashes.values()))
 
     def __getitem__(self, name: str) -> np.ndarray:
