@@ -1,6 +1,6 @@
 """The wall clock jumps an hour either way under a running call: timers are steady.
 
-WALL_CLOCK_SHIM is a library that moves the server's wall clock alone (wall_clock_shim.c).
+WALL_CLOCK_SHIM is a library that moves the server's wall clock alone (wall_clock_shim.cc).
 """
 
 from __future__ import annotations
