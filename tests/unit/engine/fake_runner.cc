@@ -178,6 +178,7 @@ absl::Status FakeRunner::CheckStep(std::span<const model::Chunk> chunks) const {
 
 absl::Status FakeRunner::Step(std::span<const model::Chunk> chunks, model::StepSink& sink,
                               model::StepStats& stats) {
+  const auto begin = std::chrono::steady_clock::now();
   if (options_.on_step) options_.on_step(chunks);
   if (!healthy_) return absl::InternalError("the device is lost");
   if (absl::Status s = CheckStep(chunks); !s.ok()) return s;
@@ -202,8 +203,8 @@ absl::Status FakeRunner::Step(std::span<const model::Chunk> chunks, model::StepS
   if (!healthy_ || holds(options_.error_token)) return absl::InternalError("injected fault");
   stats.chunks.resize(chunks.size());
   for (size_t i = 0; i < chunks.size(); ++i) RunChunk(i, chunks[i], sink, stats.chunks[i]);
-  std::this_thread::sleep_for(
-      std::chrono::nanoseconds(options_.ns_per_step + options_.ns_per_token * tokens));
+  std::this_thread::sleep_until(
+      begin + std::chrono::nanoseconds(options_.ns_per_step + options_.ns_per_token * tokens));
   stats.selection_ns = tokens;
   stats.gdn_core_ns = 10 * tokens;
   stats.total_ns = 20 * tokens;

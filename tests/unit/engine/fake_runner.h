@@ -20,7 +20,7 @@ namespace sparsegdn::testing {
 struct FakeRunnerOptions {
   model::ModelInfo info = SmallHybridInfo();
   model::RunnerLimits limits = SmallLimits();
-  int64_t ns_per_token = 0;  // real time that a step sleeps
+  int64_t ns_per_token = 0;  // real time that a step takes, its own work included
   int64_t ns_per_step = 0;
   bool log_chunks = true;     // off where millions would be kept
   int32_t nan_token = -1;     // a chunk that holds it has non-finite states and logits

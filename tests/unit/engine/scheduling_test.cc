@@ -92,6 +92,50 @@ TEST(Packing, ShortRequestsShareAStep) {
   h.ExpectNoLeak();
 }
 
+// Reads a call; submits `request` in its place once it has ended well.
+void Replace(Harness& h, std::shared_ptr<engine::PrefillCall>& call,
+             const PrefillRequest& request) {
+  while (call->TryPop()) {
+  }
+  if (!call->status()) return;
+  EXPECT_TRUE(call->status()->ok());
+  call = h.Submit(request);
+}
+
+TEST(Packing, CallersOfShortPromptsFillTheSteps) {
+  FakeRunnerOptions options;
+  options.limits.state_slots = options.limits.max_batch_seqs = 64;
+  options.limits.max_batch_tokens = 8192;
+  options.limits.kv_tokens = 1 << 20;
+  Harness h(options);
+  std::vector<std::shared_ptr<engine::PrefillCall>> calls;
+  for (int i = 0; i < 64; ++i) calls.push_back(h.Submit(Harness::Prompt(256, i)));
+  for (int round = 0; round < 20; ++round) {
+    h.RunRounds(1);
+    for (auto& call : calls) Replace(h, call, Harness::Prompt(256, round));
+  }
+  EXPECT_EQ(h.log->counts().steps, 20);
+  EXPECT_EQ(h.log->counts().tokens, 20 * 32 * 255) << "32 prompts of 255 tokens fill 8,192";
+}
+
+TEST(Fairness, ALongPromptRunsInEveryStepBesideACallerOfShortOnes) {
+  FakeRunnerOptions options;
+  options.limits.kv_tokens = 1 << 20;
+  Harness h(options);
+  const auto alone = h.Submit(Harness::Prompt(60000));
+  auto other = h.Submit(Harness::Prompt(256));
+  for (int64_t round = 1; !alone->status(); ++round) {
+    h.RunRounds(1);
+    while (alone->TryPop()) {
+    }
+    Replace(h, other, Harness::Prompt(256, static_cast<int32_t>(round)));
+    ASSERT_LE(round, 31);
+  }
+  EXPECT_EQ(h.log->counts().steps, 30) << "as many as alone";
+  // The steps are longer by the short prompts' tokens alone: 13 %.
+  EXPECT_LE(h.log->counts().tokens, 60000 + 30 * 255);
+}
+
 TEST(Fairness, AShortPromptWaitsForAtMostOneStepOfLongOnes) {
   FakeRunnerOptions options;
   options.limits.state_slots = 8;
