@@ -31,13 +31,19 @@ absl::Status Qwen35Graph::Show(std::string_view name, int32_t layer, ConstRows r
   return absl::OkStatus();
 }
 
-absl::Status Qwen35Graph::Norm(const StepPlan& plan, const float* weight) {
-  return ops_.RmsNorm({.rows = plan.pack.num_tokens,
+Rows Qwen35Graph::From(const Rows& rows, const StepPlan::Stretch& stretch) const {
+  const int64_t elements = stretch.first_row * rows.stride;
+  return {static_cast<char*>(rows.data) + static_cast<size_t>(elements) * memory_.activation_bytes,
+          rows.stride};
+}
+
+absl::Status Qwen35Graph::Norm(const StepPlan::Stretch& stretch, const float* weight) {
+  return ops_.RmsNorm({.rows = stretch.pack.num_tokens,
                        .cols = config_.hidden_size,
-                       .x = memory_.x,
+                       .x = From(memory_.x, stretch),
                        .weight = weight,
                        .eps = static_cast<float>(config_.rms_norm_eps),
-                       .y = memory_.normed});
+                       .y = From(memory_.normed, stretch)});
 }
 
 absl::Status Qwen35Graph::RunCore(const StepPlan& plan, size_t layer, ConstRows qkv) {
@@ -104,18 +110,27 @@ absl::Status Qwen35Graph::RunLinear(const StepPlan& plan, size_t layer, StepSink
   SPARSEGDN_RETURN_IF_ERROR(Show("log_gate", index, {m.log_gate, heads}, rows, heads));
   SPARSEGDN_RETURN_IF_ERROR(Show("beta", index, {m.beta, heads}, rows, heads));
   SPARSEGDN_RETURN_IF_ERROR(RunCore(plan, layer, m.mixed));
-  SPARSEGDN_RETURN_IF_ERROR(EmitStates(plan, layer, sink));
-  SPARSEGDN_RETURN_IF_ERROR(Show("core", index, m.mixer_out, rows, value));
-  SPARSEGDN_RETURN_IF_ERROR(ops_.GatedNorm({.rows = rows,
-                                            .heads = config_.gdn.num_v_heads,
-                                            .dim = config_.gdn.head_dim_v,
-                                            .o = m.mixer_out,
-                                            .z = Columns(m.fused, channels, m.activation_bytes),
-                                            .weight = w.gate_norm,
-                                            .eps = static_cast<float>(config_.rms_norm_eps),
-                                            .y = m.mixer_out}));
-  SPARSEGDN_RETURN_IF_ERROR(Show("mixer_out", index, m.mixer_out, rows, value));
-  return ops_.Gemm(rows, m.mixer_out, *w.out, m.x, m.x);
+  return EmitStates(plan, layer, sink);
+}
+
+absl::Status Qwen35Graph::FinishLinear(const StepPlan::Stretch& stretch, size_t layer) {
+  const LinearWeights& w = weights_.layers[layer].linear;
+  const Qwen35Memory& m = memory_;
+  const int32_t index = static_cast<int32_t>(layer);
+  const int64_t rows = stretch.pack.num_tokens, value = config_.value_dim();
+  const Rows out = From(m.mixer_out, stretch), x = From(m.x, stretch);
+  SPARSEGDN_RETURN_IF_ERROR(Show("core", index, out, rows, value));
+  SPARSEGDN_RETURN_IF_ERROR(ops_.GatedNorm(
+      {.rows = rows,
+       .heads = config_.gdn.num_v_heads,
+       .dim = config_.gdn.head_dim_v,
+       .o = out,
+       .z = Columns(From(m.fused, stretch), config_.conv_channels(), m.activation_bytes),
+       .weight = w.gate_norm,
+       .eps = static_cast<float>(config_.rms_norm_eps),
+       .y = out}));
+  SPARSEGDN_RETURN_IF_ERROR(Show("mixer_out", index, out, rows, value));
+  return ops_.Gemm(rows, out, *w.out, x, x);
 }
 
 absl::Status Qwen35Graph::RunFull(const StepPlan& plan, size_t layer, StepSink& sink) {
@@ -145,43 +160,79 @@ absl::Status Qwen35Graph::RunFull(const StepPlan& plan, size_t layer, StepSink& 
                            .v_out = m.v,
                            .cache = cache}));
   SPARSEGDN_RETURN_IF_ERROR(EmitKv(plan, layer, sink));
-  SPARSEGDN_RETURN_IF_ERROR(Show("query", index, m.mixed, rows, q));
-  SPARSEGDN_RETURN_IF_ERROR(ops_.Attention({.pack = plan.pack,
-                                            .shape = shape,
-                                            .q = m.mixed,
-                                            .q_gate = m.fused,
-                                            .cache = cache,
-                                            .out = m.mixer_out}));
-  SPARSEGDN_RETURN_IF_ERROR(Show("mixer_out", index, m.mixer_out, rows, q));
-  return ops_.Gemm(rows, m.mixer_out, *w.out, m.x, m.x);
+  return Show("query", index, m.mixed, rows, q);
 }
 
-absl::Status Qwen35Graph::RunMlp(const StepPlan& plan, size_t layer) {
-  const LayerWeights& w = weights_.layers[layer];
+absl::Status Qwen35Graph::FinishFull(const StepPlan::Stretch& stretch, size_t layer) {
   const Qwen35Memory& m = memory_;
-  const int64_t rows = plan.pack.num_tokens;
-  SPARSEGDN_RETURN_IF_ERROR(ops_.Gemm(rows, m.normed, *w.gate_up, {}, m.fused));
-  SPARSEGDN_RETURN_IF_ERROR(ops_.SwiGlu(
-      {.rows = rows, .inner = config_.intermediate_size, .gate_up = m.fused, .y = m.mixed}));
+  const int64_t rows = stretch.pack.num_tokens;
+  const Rows out = From(m.mixer_out, stretch), x = From(m.x, stretch);
+  SPARSEGDN_RETURN_IF_ERROR(ops_.Attention(
+      {.pack = stretch.pack,
+       .shape = AttentionShapeOf(config_),
+       .q = From(m.mixed, stretch),
+       .q_gate = From(m.fused, stretch),
+       .cache = {m.layers[layer].kv, m.block_tables + stretch.first_seq * m.max_blocks,
+                 m.max_blocks, limits_.kv_block_tokens},
+       .out = out}));
+  SPARSEGDN_RETURN_IF_ERROR(Show("mixer_out", static_cast<int32_t>(layer), out, rows,
+                                 int64_t{config_.num_q_heads} * config_.head_dim));
+  return ops_.Gemm(rows, out, *weights_.layers[layer].full.out, x, x);
+}
+
+absl::Status Qwen35Graph::RunMlp(const StepPlan::Stretch& stretch, size_t layer) {
+  const LayerWeights& w = weights_.layers[layer];
+  const int64_t rows = stretch.pack.num_tokens, inner = config_.intermediate_size;
+  const Rows fused = From(memory_.fused, stretch), mixed = From(memory_.mixed, stretch);
+  const Rows x = From(memory_.x, stretch);
+  SPARSEGDN_RETURN_IF_ERROR(ops_.Gemm(rows, From(memory_.normed, stretch), *w.gate_up, {}, fused));
   SPARSEGDN_RETURN_IF_ERROR(
-      Show("swiglu", static_cast<int32_t>(layer), m.mixed, rows, config_.intermediate_size));
-  return ops_.Gemm(rows, m.mixed, *w.down, m.x, m.x);
+      ops_.SwiGlu({.rows = rows, .inner = inner, .gate_up = fused, .y = mixed}));
+  SPARSEGDN_RETURN_IF_ERROR(Show("swiglu", static_cast<int32_t>(layer), mixed, rows, inner));
+  return ops_.Gemm(rows, mixed, *w.down, x, x);
+}
+
+absl::Status Qwen35Graph::FinishLayer(const StepPlan::Stretch& stretch, size_t layer) {
+  const int64_t rows = stretch.pack.num_tokens, hidden = config_.hidden_size;
+  const int32_t index = static_cast<int32_t>(layer);
+  const Rows x = From(memory_.x, stretch);
+  SPARSEGDN_RETURN_IF_ERROR(config_.layers[layer] == LayerKind::kLinear
+                                ? FinishLinear(stretch, layer)
+                                : FinishFull(stretch, layer));
+  SPARSEGDN_RETURN_IF_ERROR(Show("after_mixer", index, x, rows, hidden));
+  SPARSEGDN_RETURN_IF_ERROR(Norm(stretch, weights_.layers[layer].post_norm));
+  SPARSEGDN_RETURN_IF_ERROR(Show("post_norm", index, From(memory_.normed, stretch), rows, hidden));
+  SPARSEGDN_RETURN_IF_ERROR(RunMlp(stretch, layer));
+  return Show("output", index, x, rows, hidden);
 }
 
 absl::Status Qwen35Graph::RunLayer(const StepPlan& plan, size_t layer, StepSink& sink) {
   const int64_t rows = plan.pack.num_tokens, hidden = config_.hidden_size;
   const int32_t index = static_cast<int32_t>(layer);
   SPARSEGDN_RETURN_IF_ERROR(Show("input", index, memory_.x, rows, hidden));
-  SPARSEGDN_RETURN_IF_ERROR(Norm(plan, weights_.layers[layer].input_norm));
+  SPARSEGDN_RETURN_IF_ERROR(Norm(plan.whole, weights_.layers[layer].input_norm));
   SPARSEGDN_RETURN_IF_ERROR(Show("input_norm", index, memory_.normed, rows, hidden));
   SPARSEGDN_RETURN_IF_ERROR(config_.layers[layer] == LayerKind::kLinear
                                 ? RunLinear(plan, layer, sink)
                                 : RunFull(plan, layer, sink));
-  SPARSEGDN_RETURN_IF_ERROR(Show("after_mixer", index, memory_.x, rows, hidden));
-  SPARSEGDN_RETURN_IF_ERROR(Norm(plan, weights_.layers[layer].post_norm));
-  SPARSEGDN_RETURN_IF_ERROR(Show("post_norm", index, memory_.normed, rows, hidden));
-  SPARSEGDN_RETURN_IF_ERROR(RunMlp(plan, layer));
-  return Show("output", index, memory_.x, rows, hidden);
+  // A probe sees every row.
+  if (layer + 1 < config_.layers.size() || probe_) return FinishLayer(plan.whole, layer);
+  for (const StepPlan::Stretch& stretch : plan.head_stretches) {
+    SPARSEGDN_RETURN_IF_ERROR(FinishLayer(stretch, layer));
+  }
+  return absl::OkStatus();
+}
+
+// Flags sequences with NaN or Inf in the residual stream, or in the last layer's keys and values,
+// which no output of theirs need show.
+absl::Status Qwen35Graph::CheckStream(const StepPlan& plan) {
+  const Qwen35Memory& m = memory_;
+  int32_t* flags = m.nonfinite + num_linear_ * plan.pack.num_seqs;
+  SPARSEGDN_RETURN_IF_ERROR(ops_.CheckFinite(plan.pack, config_.hidden_size, m.x, flags));
+  if (config_.layers.back() != LayerKind::kFull) return absl::OkStatus();
+  const int64_t kv = int64_t{config_.num_kv_heads} * config_.head_dim;
+  SPARSEGDN_RETURN_IF_ERROR(ops_.CheckFinite(plan.pack, kv, {m.k, kv}, flags));
+  return ops_.CheckFinite(plan.pack, kv, {m.v, kv}, flags);
 }
 
 absl::Status Qwen35Graph::Run(const StepPlan& plan, StepSink& sink, StepStats& stats) {
@@ -200,8 +251,7 @@ absl::Status Qwen35Graph::Run(const StepPlan& plan, StepSink& sink, StepStats& s
   for (size_t layer = 0; layer < config_.layers.size(); ++layer) {
     SPARSEGDN_RETURN_IF_ERROR(RunLayer(plan, layer, sink));
   }
-  SPARSEGDN_RETURN_IF_ERROR(
-      ops_.CheckFinite(plan.pack, config_.hidden_size, m.x, m.nonfinite + num_linear_ * seqs));
+  SPARSEGDN_RETURN_IF_ERROR(CheckStream(plan));
   stats.chunks.assign(plan.chunks.size(), {});
   SPARSEGDN_RETURN_IF_ERROR(RunHead(plan, sink, stats));
   return CollectStats(plan, stats);

@@ -3,7 +3,8 @@
 // Per layer: norm -> one stacked projection -> mixer -> output projection + residual -> norm ->
 // gate/up projection -> SwiGLU -> down projection + residual. The mixer is conv, gates, GDN core
 // and gated norm, or q/k norm, rope, cache and attention. Results leave for the sink as soon as
-// their layer is done.
+// their layer is done. Of the last layer only states and KV are wanted of every row: what comes
+// after them runs for the rows of the head alone.
 #ifndef SPARSEGDN_SERVER_MODEL_QWEN35_GRAPH_H_
 #define SPARSEGDN_SERVER_MODEL_QWEN35_GRAPH_H_
 
@@ -41,17 +42,24 @@ class Qwen35Graph {
 
  private:
   absl::Status RunLayer(const StepPlan& plan, size_t layer, StepSink& sink);
+  // States and KV of every row.
   absl::Status RunLinear(const StepPlan& plan, size_t layer, StepSink& sink);
   absl::Status RunCore(const StepPlan& plan, size_t layer, ConstRows qkv);
   absl::Status RunFull(const StepPlan& plan, size_t layer, StepSink& sink);
-  absl::Status RunMlp(const StepPlan& plan, size_t layer);
+  // The rest of the layer, from the mixer's output on, for some rows.
+  absl::Status FinishLayer(const StepPlan::Stretch& stretch, size_t layer);
+  absl::Status FinishLinear(const StepPlan::Stretch& stretch, size_t layer);
+  absl::Status FinishFull(const StepPlan::Stretch& stretch, size_t layer);
+  absl::Status RunMlp(const StepPlan::Stretch& stretch, size_t layer);
+  absl::Status CheckStream(const StepPlan& plan);
   absl::Status SaveConvCheckpoints(const StepPlan& plan, size_t layer, ConstRows raw);
   absl::Status EmitStates(const StepPlan& plan, size_t layer, StepSink& sink);
   absl::Status EmitKv(const StepPlan& plan, size_t layer, StepSink& sink);
   absl::Status RunHead(const StepPlan& plan, StepSink& sink, StepStats& stats);
   absl::Status CollectStats(const StepPlan& plan, StepStats& stats);
 
-  absl::Status Norm(const StepPlan& plan, const float* weight);
+  absl::Status Norm(const StepPlan::Stretch& stretch, const float* weight);
+  Rows From(const Rows& rows, const StepPlan::Stretch& stretch) const;
   absl::Status Show(std::string_view name, int32_t layer, ConstRows rows, int64_t count,
                     int64_t cols);
   BufferView ActivationView(const void* data, int64_t elements) const;

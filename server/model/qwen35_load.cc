@@ -1,6 +1,7 @@
 // Filling a slot from a snapshot.
 #include <algorithm>
 #include <cstring>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -71,17 +72,24 @@ class SegmentReader {
   SegmentReader(const std::vector<BufferView>& segments, int64_t width, DType dtype)
       : segments_(segments), width_(width), dtype_(dtype) {}
 
-  // The next rows, at most max_rows, never more than the current segment has left.
-  std::vector<uint8_t> Next(int64_t max_rows, int64_t* rows) {
+  // The next rows, at most max_rows, never more than the current segment has left. Valid until the
+  // next call: bytes of the segment itself where its dtype is the wanted one.
+  std::span<const uint8_t> Next(int64_t max_rows, int64_t* rows) {
     while (row_ * width_ == segments_[index_].elements) {
       ++index_;
       row_ = 0;
     }
     const BufferView& segment = segments_[index_];
     *rows = std::min(max_rows, segment.elements / width_ - row_);
-    std::vector<uint8_t> out = Converted(segment, row_ * width_, *rows * width_, dtype_);
+    const int64_t first = row_ * width_, count = *rows * width_;
     row_ += *rows;
-    return out;
+    if (segment.dtype == dtype_) {
+      const size_t element = segment.bytes() / static_cast<size_t>(segment.elements);
+      return {static_cast<const uint8_t*>(segment.data) + static_cast<size_t>(first) * element,
+              static_cast<size_t>(count) * element};
+    }
+    converted_ = Converted(segment, first, count, dtype_);
+    return converted_;
   }
 
  private:
@@ -90,6 +98,7 @@ class SegmentReader {
   DType dtype_;
   size_t index_ = 0;
   int64_t row_ = 0;
+  std::vector<uint8_t> converted_;
 };
 
 // Copies the next `count` rows of a reader to the backend.
@@ -97,7 +106,7 @@ absl::Status CopyRows(SegmentReader& reader, int64_t count, void* to, OpTable& o
   auto* out = static_cast<char*>(to);
   while (count > 0) {
     int64_t rows = 0;
-    const std::vector<uint8_t> bytes = reader.Next(count, &rows);
+    const std::span<const uint8_t> bytes = reader.Next(count, &rows);
     SPARSEGDN_RETURN_IF_ERROR(ops.CopyIn(out, bytes.data(), bytes.size()));
     out += bytes.size();
     count -= rows;

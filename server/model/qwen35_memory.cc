@@ -110,6 +110,8 @@ void AllocateIndices(const ModelConfig& c, const RunnerLimits& limits, Allocator
   alloc.Array(m.gdn_status, std::max<int64_t>(1, linear), "flags");
   alloc.Array(m.head_index, kLogitRows, "head rows");
   alloc.Array(m.head_targets, kLogitRows, "head rows");
+  alloc.Array(m.head_cu_seqlens, 2 * seqs, "head rows");
+  alloc.Array(m.head_first_positions, seqs, "head rows");
 }
 
 absl::StatusOr<Qwen35Memory> LayOut(const ModelConfig& c, const RunnerLimits& limits,

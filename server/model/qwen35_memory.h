@@ -47,17 +47,19 @@ struct Qwen35Memory {
   float* log_probs = nullptr;  // [kLogitRows]
 
   // One step's indices. S = max_batch_seqs.
-  int32_t* tokens = nullptr;            // [T]
-  int32_t* cu_seqlens = nullptr;        // [S + 1]
-  int32_t* slots = nullptr;             // [S]
-  int64_t* first_positions = nullptr;   // [S]
-  int32_t* block_tables = nullptr;      // [S, max_blocks]
-  SequenceParams* sequences = nullptr;  // [linear layers, S of the step]
-  int32_t* selected = nullptr;          // [linear layers, S, Hk]
-  int32_t* nonfinite = nullptr;         // [linear layers + 1, S]; the last row is the stream's
-  uint32_t* gdn_status = nullptr;       // [linear layers]
-  int32_t* head_index = nullptr;        // [kLogitRows]
-  int32_t* head_targets = nullptr;      // [kLogitRows]
+  int32_t* tokens = nullptr;                // [T]
+  int32_t* cu_seqlens = nullptr;            // [S + 1]
+  int32_t* slots = nullptr;                 // [S]
+  int64_t* first_positions = nullptr;       // [S]
+  int32_t* block_tables = nullptr;          // [S, max_blocks]
+  SequenceParams* sequences = nullptr;      // [linear layers, S of the step]
+  int32_t* selected = nullptr;              // [linear layers, S, Hk]
+  int32_t* nonfinite = nullptr;             // [linear layers + 1, S]; the last row is the stream's
+  uint32_t* gdn_status = nullptr;           // [linear layers]
+  int32_t* head_index = nullptr;            // [kLogitRows]
+  int32_t* head_targets = nullptr;          // [kLogitRows]
+  int32_t* head_cu_seqlens = nullptr;       // [2 S], of the stretches of head rows
+  int64_t* head_first_positions = nullptr;  // [S]
 
   // Checkpoints inside a step, of one layer at a time.
   int64_t max_checkpoints = 0;

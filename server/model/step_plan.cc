@@ -96,6 +96,51 @@ void AddSequence(size_t index, const Chunk& chunk, StepPlan& plan) {
   }
 }
 
+template <typename T>
+absl::Status Upload(OpTable& ops, T* to, const std::vector<T>& from) {
+  return ops.CopyIn(to, from.data(), from.size() * sizeof(T));
+}
+
+// Fills plan.head_stretches from head_rows, cu_seqlens and the chunks' positions. Index arrays of
+// all stretches lie one after the other: at most two chunks' worth of cu_seqlens each.
+absl::Status AddStretches(StepPlan& plan, const Qwen35Memory& m, OpTable& ops) {
+  struct Range {
+    size_t chunk;
+    int32_t begin, end;  // rows of the pack
+  };
+  std::vector<Range> ranges;
+  for (const StepPlan::HeadRow& row : plan.head_rows) {
+    if (ranges.empty() || ranges.back().chunk != row.chunk) {
+      ranges.push_back({row.chunk, row.row, row.row});
+    }
+    ranges.back().end = row.row + 1;
+  }
+  std::vector<int32_t> cu_seqlens;
+  std::vector<int64_t> first_positions;
+  for (const Range& range : ranges) {
+    const bool joins =
+        !plan.head_stretches.empty() &&
+        plan.head_stretches.back().first_row + plan.head_stretches.back().pack.num_tokens ==
+            range.begin;
+    if (!joins) {
+      StepPlan::Stretch stretch{range.begin, static_cast<int32_t>(range.chunk), {}};
+      stretch.pack.cu_seqlens = m.head_cu_seqlens + cu_seqlens.size();
+      stretch.pack.slots = m.slots + range.chunk;
+      stretch.pack.first_positions = m.head_first_positions + first_positions.size();
+      plan.head_stretches.push_back(stretch);
+      cu_seqlens.push_back(0);
+    }
+    PackArgs& pack = plan.head_stretches.back().pack;
+    ++pack.num_seqs;
+    pack.num_tokens += range.end - range.begin;
+    cu_seqlens.push_back(static_cast<int32_t>(pack.num_tokens));
+    first_positions.push_back(plan.chunks[range.chunk].first_position + range.begin -
+                              plan.cu_seqlens[range.chunk]);
+  }
+  SPARSEGDN_RETURN_IF_ERROR(Upload(ops, m.head_cu_seqlens, cu_seqlens));
+  return Upload(ops, m.head_first_positions, first_positions);
+}
+
 // The sequences once for each GDN layer, [linear layers, S].
 std::vector<SequenceParams> LayerSequences(const std::vector<SequenceParams>& sequences,
                                            const BudgetProfile& profile, const Qwen35Memory& m) {
@@ -110,11 +155,6 @@ std::vector<SequenceParams> LayerSequences(const std::vector<SequenceParams>& se
     for (size_t i = 0; i < linear; ++i) all[i * sequences.size() + s].budget = budgets[i];
   }
   return all;
-}
-
-template <typename T>
-absl::Status Upload(OpTable& ops, T* to, const std::vector<T>& from) {
-  return ops.CopyIn(to, from.data(), from.size() * sizeof(T));
 }
 
 }  // namespace
@@ -168,6 +208,8 @@ absl::StatusOr<StepPlan> MakePlan(std::span<const Chunk> chunks, const BudgetPro
   SPARSEGDN_RETURN_IF_ERROR(Upload(ops, m.sequences, LayerSequences(plan.sequences, profile, m)));
   plan.pack = {static_cast<int32_t>(chunks.size()), static_cast<int64_t>(tokens.size()),
                m.cu_seqlens, m.slots, m.first_positions};
+  plan.whole = {0, 0, plan.pack};
+  SPARSEGDN_RETURN_IF_ERROR(AddStretches(plan, m, ops));
   return plan;
 }
 

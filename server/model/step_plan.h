@@ -34,12 +34,24 @@ struct StepPlan {
     int64_t index = 0;  // into the checkpoint buffers
   };
 
+  // Rows that lie side by side in the pack: whole chunks, but for the first one's beginning and the
+  // last one's end.
+  struct Stretch {
+    int64_t first_row = 0;
+    int32_t first_seq = 0;
+    PackArgs pack;  // of these rows alone; device pointers
+  };
+
   std::span<const Chunk> chunks;
   std::vector<int32_t> cu_seqlens;
   std::vector<HeadRow> head_rows;
   std::vector<Checkpoint> checkpoints;
   PackArgs pack;                          // device pointers
   std::vector<SequenceParams> sequences;  // budgets as requested
+  Stretch whole;                          // all rows
+  // What the head rows span: the rows of the last layer's output that anybody reads. Of each chunk
+  // all rows from its first head row to its last one.
+  std::vector<Stretch> head_stretches;
 };
 
 // INVALID_ARGUMENT naming the chunk's field, got, wanted: more tokens or chunks than the limits, an

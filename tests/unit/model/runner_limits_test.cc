@@ -239,6 +239,29 @@ TEST_F(LimitsTest, NonFiniteSequencesFailAlone) {
   EXPECT_TRUE(logits.stats.chunks[0].nonfinite);
 }
 
+// Nobody reads what attention makes of them, yet they would be handed out.
+TEST_F(LimitsTest, NonFiniteKeysAndValuesOfTheLastLayerAreSeen) {
+  for (const char* name : {"k_proj", "v_proj"}) {
+    const TempDir dir;
+    CopyModel("tiny-hybrid", dir);
+    Editable weights(dir.Read(kShard));
+    const uint16_t infinity = 0x7f80;
+    std::memcpy(
+        weights.at("model.language_model.layers.3.self_attn." + std::string(name) + ".weight")
+            .bytes.data(),
+        &infinity, 2);
+    dir.Write(kShard, weights.Serialize());
+    auto runner = LoadRunner(dir.path(), SmallLimits());
+    Sequence sequence(*runner, TokenIds(70, 512, 1));
+    Chunk chunk = sequence.Next(70);
+    chunk.logits_positions = {};
+    KeepingSink sink;
+    StepStats stats;
+    ASSERT_TRUE(runner->Step({&chunk, 1}, sink, stats).ok());
+    EXPECT_TRUE(stats.chunks[0].nonfinite) << name;
+  }
+}
+
 TEST(LoadModelTest, ReportsProgressInfoAndLimits) {
   const TempDir dir;
   CopyModel("tiny-hybrid", dir);

@@ -114,6 +114,41 @@ TEST_P(RunnerTest, PackedWithOthersIsBitwiseAlone) {
   }
 }
 
+// The last layer ends with the rows that somebody reads: none, one, a few, to the end, next to
+// those of another chunk.
+TEST_P(RunnerTest, RowsThatNobodyReadsChangeNothing) {
+  const int64_t lengths[] = {70, 65, 130, 64};
+  const std::vector<int64_t> shown[] = {{69}, {0, 31, 64}, {}, {5, 60}};
+  const int64_t logprobs_from[] = {-1, -1, -1, 20};
+  KeepingSink packed, every_row;
+  const auto run = [&](bool whole, KeepingSink& sink) {
+    std::vector<std::unique_ptr<Sequence>> sequences;
+    std::vector<Chunk> chunks;
+    for (size_t i = 0; i < 4; ++i) {
+      sequences.push_back(
+          std::make_unique<Sequence>(*runner_, Ids(lengths[i], static_cast<int64_t>(i))));
+      chunks.push_back(sequences.back()->Next(lengths[i]));
+      if (!whole) chunks.back().logits_positions = shown[i];
+      chunks.back().logprobs_from = logprobs_from[i];
+    }
+    StepStats stats;
+    const absl::Status status = runner_->Step(chunks, sink, stats);
+    ASSERT_TRUE(status.ok()) << status;
+  };
+  run(false, packed);
+  run(true, every_row);
+  EXPECT_EQ(packed.states, every_row.states);
+  ASSERT_EQ(packed.kv.size(), every_row.kv.size());
+  for (const auto& [key, rows] : packed.kv) {
+    EXPECT_EQ(rows.key, every_row.kv.at(key).key);
+    EXPECT_EQ(rows.value, every_row.kv.at(key).value);
+  }
+  ASSERT_EQ(packed.logits.size(), 6u);
+  for (const auto& [key, logits] : packed.logits) EXPECT_EQ(logits, every_row.logits.at(key));
+  ASSERT_EQ(packed.logprobs.size(), 1u);
+  EXPECT_EQ(packed.logprobs, every_row.logprobs);
+}
+
 TEST_P(RunnerTest, ReleasedSlotsStartFromZero) {
   KeepingSink first, again;
   const int64_t n = 40;
