@@ -39,8 +39,7 @@ PrefixPlan PlanPrefix(const RequestPlan& plan, const model::ModelInfo& model) {
 
 PrefixCache::PrefixCache(Options options, const Layout& layout, const Clock* clock,
                          std::function<void()> wake)
-    : layout_(layout),
-      clock_(clock),
+    : clock_(clock),
       wake_(std::move(wake)),
       fetch_ns_(options.fetch_ns),
       remote_(options.remote),

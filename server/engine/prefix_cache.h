@@ -92,7 +92,6 @@ class PrefixCache {
   void Done(PrefixLookup& lookup, PrefixEntries entries, bool remote, bool last);
   bool KeepFetched(const PrefixPlan& plan, const PrefixEntries& entries, size_t from);
 
-  const Layout& layout_;
   const Clock* const clock_;
   const std::function<void()> wake_;
   const int64_t fetch_ns_;

@@ -34,7 +34,8 @@ if [ ${#targets[@]} -eq 0 ]; then
     sed -nE 's/^libfuzzer_([a-z_]+): phony$/\1/p' | sort)
 fi
 [ ${#targets[@]} -gt 0 ] || { echo "no fuzz target in $build" >&2; exit 1; }
-ninja -C "$build" sparsegdn_fuzz "${targets[@]/#/libfuzzer_}" | tail -n 1
+ninja -C "$build" sparsegdn_fuzz "${targets[@]/#/libfuzzer_}" >"$build/build.log" 2>&1 ||
+  { grep -E -A 8 "^FAILED|error:" "$build/build.log" >&2; exit 1; }
 
 export ASAN_OPTIONS=allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 mkdir -p "$build/findings"
