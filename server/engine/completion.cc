@@ -123,7 +123,8 @@ void EngineImpl::Stop(Request& request, absl::Status status, EngineObserver::Sta
 }
 
 void EngineImpl::ReleaseSlot(Request& request) {
-  if (request.slot >= 0) runner_->Release(std::exchange(request.slot, -1));
+  if (request.slot < 0) return;  // also on a thread that submits, which may not ask the runner
+  runner_->Release(std::exchange(request.slot, -1));
   PublishGauges();
 }
 

@@ -53,7 +53,8 @@ struct EngineConfig {
   EngineLimits limits;
 };
 
-// Measurements, called from engine threads; must be cheap and must not call back.
+// Measurements, called from engine threads and, for what leaves the queue unserved, from threads
+// that submit; must be cheap and must not call back.
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
@@ -100,8 +101,9 @@ class PrefillCall {
   virtual std::optional<Event> TryPop() = 0;
   // After the last event was popped: the final status (OK only after a Result). Absent before.
   virtual std::optional<absl::Status> status() const = 0;
-  // `ready` runs on an engine thread (or at once) whenever TryPop or status may have news. It must
-  // not block and may call TryPop.
+  // `ready` runs on an engine thread, at once, or (when the call leaves the queue unserved) on one
+  // that submits another call, whenever TryPop or status may have news. It must not block and may
+  // call TryPop.
   virtual void SetReadyCallback(std::function<void()> ready) = 0;
   // CANCELLED at the next step boundary; idempotent. DEADLINE_EXCEEDED when `deadline` is true.
   virtual void Cancel(bool deadline) = 0;

@@ -159,6 +159,29 @@ absl::Status EngineImpl::CheckTenant(const Request& request) const {
       RetryMs());
 }
 
+// Takes both when it returns OK, leaves them as they are otherwise.
+absl::Status EngineImpl::Enqueue(RequestPtr& entry, PrefixPlan& prefix) {
+  std::lock_guard lock(queue_mutex_);
+  // Again under the lock, so that Drain and a device fault see every accepted request.
+  if (absl::Status s = CheckOpen(); !s.ok()) return s;
+  if (absl::Status s = CheckQueue(*entry); !s.ok()) return s;
+  if (absl::Status s = CheckTenant(*entry); !s.ok()) return s;
+  Accepted accepted;
+  for (const RequestPtr& other : waiting_) {
+    if (other->plan.request.priority < entry->plan.request.priority) continue;
+    ++accepted.queue_position;
+    accepted.queued_tokens += static_cast<int64_t>(other->plan.request.tokens.size());
+  }
+  entry->stream->Push(accepted);  // nobody has a callback yet
+  if (prefix_cache_ != nullptr) entry->prefix = prefix_cache_->Start(std::move(prefix));
+  entry->sequence = next_sequence_++;
+  CountQueued(*entry, 1);
+  tenants_.Enter(entry->plan.request.tenant, std::ssize(entry->plan.request.tokens));
+  active_.fetch_add(1, std::memory_order_acq_rel);
+  waiting_.push_back(std::move(entry));
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::shared_ptr<PrefillCall>> EngineImpl::Submit(PrefillRequest request) {
   if (absl::Status s = CheckOpen(); !s.ok()) return s;
   const int64_t now = clock_->NowNs();
@@ -174,26 +197,13 @@ absl::StatusOr<std::shared_ptr<PrefillCall>> EngineImpl::Submit(PrefillRequest r
   PrefixPlan prefix;
   if (prefix_cache_ != nullptr) prefix = PlanPrefix(entry->plan, runner_->info());
   entry->queued_bytes = entry->plan.QueuedBytes();
-  {
-    std::lock_guard lock(queue_mutex_);
-    // Again under the lock, so that Drain and a device fault see every accepted request.
-    if (absl::Status s = CheckOpen(); !s.ok()) return s;
-    if (absl::Status s = CheckQueue(*entry); !s.ok()) return s;
-    if (absl::Status s = CheckTenant(*entry); !s.ok()) return s;
-    Accepted accepted;
-    for (const RequestPtr& other : waiting_) {
-      if (other->plan.request.priority < entry->plan.request.priority) continue;
-      ++accepted.queue_position;
-      accepted.queued_tokens += static_cast<int64_t>(other->plan.request.tokens.size());
-    }
-    stream->Push(accepted);  // nobody has a callback yet
-    if (prefix_cache_ != nullptr) entry->prefix = prefix_cache_->Start(std::move(prefix));
-    entry->sequence = next_sequence_++;
-    CountQueued(*entry, 1);
-    tenants_.Enter(entry->plan.request.tenant, std::ssize(entry->plan.request.tokens));
-    active_.fetch_add(1, std::memory_order_acq_rel);
-    waiting_.push_back(std::move(entry));
+  absl::Status queued = Enqueue(entry, prefix);
+  // What was cancelled or has expired waits for the end of a step to leave the queue, but its room
+  // is not refused to others meanwhile.
+  if (absl::IsResourceExhausted(queued) && ReapQueue(clock_->NowNs())) {
+    queued = Enqueue(entry, prefix);
   }
+  if (!queued.ok()) return queued;
   shared_->waker.Wake();
   return std::make_shared<CallHandle>(std::move(stream));
 }

@@ -61,18 +61,21 @@ class EngineImpl final : public Engine {
   class Sink;
   using RequestPtr = std::unique_ptr<Request>;
 
+  // Front and executor: ends what waits and was cancelled or has expired. True when there was any.
+  bool ReapQueue(int64_t now);
+
   // Front.
   absl::Status CheckOpen() const;
   absl::Status CheckQueue(const Request& request) const;   // under queue_mutex_
   absl::Status CheckTenant(const Request& request) const;  // under queue_mutex_
   void CountQueued(const Request& request, int64_t sign);  // under queue_mutex_
+  absl::Status Enqueue(RequestPtr& entry, PrefixPlan& prefix);
   int64_t RetryMs() const;
   EngineLimits limits() const;
 
   // Executor.
   void ExecutorLoop();
   bool Reap(const EngineLimits& limits);
-  bool ReapQueue(int64_t now);
   bool ReapRunning(int64_t now, const EngineLimits& limits);
   bool ReapStreaming(int64_t now, const EngineLimits& limits);
   bool Admit(const EngineLimits& limits);

@@ -214,8 +214,8 @@ def figures() -> dict:
         out[kind] = {
             "goodput": goodput(kind, 1 if quick else 3 if kind == FAKE else 2,
                                4 if quick else 5 if kind == FAKE else 8),
-            "fill": fill(kind, 640 if quick else 1920),
-            "neighbours": neighbours(kind, 1 if quick else 8 if kind == FAKE else 3)}
+            "fill": fill(kind, 640 if quick else 1280),
+            "neighbours": neighbours(kind, 1 if quick else 6 if kind == FAKE else 3)}
     return out
 
 

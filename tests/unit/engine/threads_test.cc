@@ -103,6 +103,35 @@ TEST(Threads, ThousandsOfCancelsAtRandomMomentsLeakNothing) {
   EXPECT_GT(cancelled, 100);
 }
 
+// Callers who cancel at once against a queue that steps empty slowly: one that submits ends what
+// others cancelled. Two may empty the queue together and find it full again, rarely.
+TEST(Threads, WhatIsCancelledDoesNotFillTheQueue) {
+  FakeRunnerOptions options;
+  options.ns_per_step = 20'000'000;
+  engine::EngineConfig config = Harness::DenseConfig();
+  config.limits.max_queue_requests = 16;
+  Live live(options, config);
+  std::atomic<int> accepted{0}, refused{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < 200; ++i) {
+        auto call = live.engine->Submit(Harness::Prompt(20, t * 1000 + i));
+        ++(call.ok() ? accepted : refused);
+        if (call.ok()) (*call)->Cancel(false);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_LE(refused, 40);
+  EXPECT_TRUE(live.engine->Drain(int64_t{30} * 1'000'000'000));
+  EXPECT_EQ(live.engine->gauges().queue_requests, 0);
+  EXPECT_EQ(live.observer.cancelled[0] + live.observer.cancelled[1] + live.observer.computed,
+            accepted);
+  live.engine.reset();
+  EXPECT_EQ(live.log->counts().acquires, live.log->counts().releases);
+}
+
 TEST(Threads, AReplacedCallbackNeverRunsAgain) {
   FakeRunnerOptions options;
   options.ns_per_step = 100'000;

@@ -328,6 +328,48 @@ TEST(TenantLimit, AFreeSlotGoesToTheTenantWithTheFewest) {
   h.ExpectNoLeak();
 }
 
+// While a step runs nothing is reaped: no round is run here between the calls.
+TEST(QueueFull, CancelledAndExpiredOnesMakeRoomAtOnce) {
+  engine::EngineConfig config = Harness::DenseConfig();
+  config.limits.max_queue_requests = 3;
+  config.limits.max_queue_tokens = 1000;
+  config.limits.max_tenant_requests = 2;
+  Harness h({}, config);
+  const auto prompt = [](const char* tenant, int64_t tokens) {
+    PrefillRequest request = Harness::Prompt(tokens);
+    request.tenant = tenant;
+    return request;
+  };
+  auto kept = h.Submit(prompt("a", 300));
+  auto cancelled = h.Submit(prompt("a", 300));
+  PrefillRequest hasty = prompt("b", 300);
+  hasty.deadline_ns = h.clock.NowNs() + 1'000'000'000;
+  auto expired = h.Submit(hasty);
+  EXPECT_EQ(Describe(h.SubmitError(prompt("c", 1))), "RESOURCE_EXHAUSTED  QUEUE_FULL");
+  EXPECT_FALSE(cancelled->status());
+
+  cancelled->Cancel(false);
+  auto tenant_limit = h.Submit(prompt("a", 300));
+  EXPECT_TRUE(absl::IsCancelled(*cancelled->status()));
+  EXPECT_EQ(h.observer.cancelled[0], 1);
+  h.clock.AdvanceSeconds(2);
+  auto tokens_limit = h.Submit(prompt("c", 400));
+  EXPECT_TRUE(absl::IsDeadlineExceeded(*expired->status()));
+  EXPECT_EQ(h.observer.expired, 1);
+  EXPECT_EQ(Describe(h.SubmitError(prompt("d", 1))), "RESOURCE_EXHAUSTED  QUEUE_FULL");
+
+  EXPECT_EQ(h.engine().gauges().queue_requests, 3);
+  EXPECT_EQ(h.engine().gauges().queue_tokens, 1000);
+  h.RunRounds();
+  for (auto* call : {&kept, &tenant_limit, &tokens_limit}) {
+    Collected got;
+    ReadAvailable(**call, got);
+    EXPECT_TRUE(got.status->ok());
+    call->reset();
+  }
+  h.ExpectNoLeak();
+}
+
 TEST(QueueFull, ByRequestsAndByTokensWithRetryDelay) {
   engine::EngineConfig config = Harness::DenseConfig();
   config.limits.max_queue_requests = 3;
