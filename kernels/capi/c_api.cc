@@ -116,6 +116,21 @@ absl::Status ReadVersioned(const char* field, const T* in, size_t least, T* out)
   return absl::OkStatus();
 }
 
+absl::Status CheckReserved(const sparsegdn_forward_args& c) {
+  const struct {
+    const char* field;
+    int32_t value;
+  } fields[] = {{"q.reserved", c.q.reserved},       {"k.reserved", c.k.reserved},
+                {"v.reserved", c.v.reserved},       {"log_gate.reserved", c.log_gate.reserved},
+                {"beta.reserved", c.beta.reserved}, {"o.reserved", c.o.reserved},
+                {"reserved0", c.reserved0}};
+  for (const auto& [field, value] : fields) {
+    if (value == 0) continue;
+    return absl::InvalidArgumentError(absl::StrCat("args.", field, " = ", value, ", must be 0"));
+  }
+  return absl::OkStatus();
+}
+
 GdnShape ToShape(const sparsegdn_shape& s) {
   return {s.num_k_heads, s.num_v_heads, s.head_dim_k, s.head_dim_v};
 }
@@ -163,6 +178,7 @@ absl::Status Call(sparsegdn_backend* backend, const sparsegdn_forward_args* args
   if (backend == nullptr) return Null("backend");
   sparsegdn_forward_args full;
   absl::Status s = ReadVersioned("args", args, kFirstArgsSize, &full);
+  if (s.ok()) s = CheckReserved(full);
   if (!s.ok()) return s;
   GdnTimings timings;
   const GdnForwardArgs cpp = ToArgs(full, &timings);

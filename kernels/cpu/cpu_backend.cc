@@ -111,7 +111,7 @@ uint32_t CpuBackend::CheckBeta(const GdnForwardArgs& args) {
     for (int64_t row = block * kCheckRows; row < end; ++row) {
       for (int h = 0; h < args.shape.num_v_heads; ++h) {
         const float x = LoadElement(b.data, b.dtype, row * b.token_stride + h * b.head_stride);
-        if (x < 0.0f || x > 1.0f) bad.store(true, std::memory_order_relaxed);
+        if (!(x >= 0.0f && x <= 1.0f)) bad.store(true, std::memory_order_relaxed);
       }
     }
   });

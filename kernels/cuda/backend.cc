@@ -109,10 +109,13 @@ class CudaBackend : public GdnBackend {
     char* base = static_cast<char*>(args.workspace);
     const size_t wanted =
         cuda::LayoutWorkspace(args.shape, args.num_tokens, args.num_seqs, base, ws);
-    if (base == nullptr || args.workspace_bytes < wanted) {
+    if (base == nullptr) {
       return absl::ResourceExhaustedError(
-          absl::StrCat("workspace_bytes = ", base == nullptr ? 0 : args.workspace_bytes,
-                       ", must be >= ", wanted));
+          absl::StrCat("workspace = null, must be given, of >= ", wanted, " bytes"));
+    }
+    if (args.workspace_bytes < wanted) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("workspace_bytes = ", args.workspace_bytes, ", must be >= ", wanted));
     }
     if (reinterpret_cast<uintptr_t>(base) % 256 != 0) {
       return absl::InvalidArgumentError("workspace = unaligned, must be 256-byte aligned");

@@ -77,7 +77,7 @@ __device__ __forceinline__ void StageGates(const Params& p, const Window& w, int
           selection::ClampGate(g[h]);
       if (t < w.length && head0 + h < p.shape.num_v_heads) {
         p.ws.beta[(head0 + h) * p.num_tokens + w.begin + t] = b[h];
-        bad = bad || b[h] < 0.0f || b[h] > 1.0f;
+        bad = bad || !(b[h] >= 0.0f && b[h] <= 1.0f);  // NaN too
       }
     }
   }

@@ -49,7 +49,7 @@ enum { SPARSEGDN_KEY_MAJOR = 0, SPARSEGDN_VALUE_MAJOR = 1 };
 typedef struct sparsegdn_tensor {
   const void* data;
   int32_t dtype;
-  int32_t reserved; /* 0 */
+  int32_t reserved; /* must be 0 */
   int64_t token_stride;
   int64_t head_stride;
 } sparsegdn_tensor;
@@ -95,7 +95,7 @@ typedef struct sparsegdn_forward_args {
   sparsegdn_tensor log_gate, beta;     /* F32 or BF16; head_dim 1 */
   sparsegdn_tensor o;                  /* written, whatever the const says */
   float scale;                         /* 0: head_dim_k ^ -1/2 */
-  int32_t reserved0;                   /* 0 */
+  int32_t reserved0;                   /* must be 0 */
   const float* initial_state;          /* [initial_slots, Hv, Dk, Dv], or [.., Dv, Dk] */
   float* final_state;                  /* [final_slots, ...]; may equal initial_state */
   int32_t initial_slots, final_slots;

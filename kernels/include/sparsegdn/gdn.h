@@ -49,7 +49,7 @@ struct GdnTimings {
 
 // Bits of GdnForwardArgs::status.
 inline constexpr uint32_t kStatusBadCuSeqlens = 1u << 0;  // not from 0, decreasing, or beyond rows
-inline constexpr uint32_t kStatusBetaOutOfRange = 1u << 1;  // some beta is < 0 or > 1
+inline constexpr uint32_t kStatusBetaOutOfRange = 1u << 1;  // some beta is < 0, > 1 or NaN
 inline constexpr uint32_t kStatusBadSequence = 1u << 2;     // a SequenceParams field out of range
 
 // One pack. All pointers are in the backend's memory: host for CPU, device for CUDA (where nothing

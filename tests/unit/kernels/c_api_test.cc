@@ -110,6 +110,25 @@ TEST(CApi, InitOfNothingDoesNothing) {
   sparsegdn_limits_init(nullptr, sizeof(sparsegdn_limits));
 }
 
+TEST(CApi, ReservedFieldsMustBeZero) {
+  CCall c;
+  sparsegdn_forward_args& a = c.args;
+  const std::pair<const char*, int32_t*> fields[] = {
+      {"q.reserved", &a.q.reserved},       {"k.reserved", &a.k.reserved},
+      {"v.reserved", &a.v.reserved},       {"log_gate.reserved", &a.log_gate.reserved},
+      {"beta.reserved", &a.beta.reserved}, {"o.reserved", &a.o.reserved},
+      {"reserved0", &a.reserved0},
+  };
+  for (const auto& [name, field] : fields) {
+    *field = 7;
+    EXPECT_EQ(sparsegdn_forward(c.backend, &a, nullptr), SPARSEGDN_INVALID_ARGUMENT);
+    EXPECT_EQ(std::string(sparsegdn_last_error()), std::string("args.") + name + " = 7, must be 0");
+    EXPECT_EQ(sparsegdn_select(c.backend, &a, nullptr), SPARSEGDN_INVALID_ARGUMENT);
+    *field = 0;
+  }
+  EXPECT_EQ(sparsegdn_forward(c.backend, &a, nullptr), SPARSEGDN_OK) << sparsegdn_last_error();
+}
+
 TEST(CApi, CodesAndMessages) {
   CCall c;
   const auto expect = [](sparsegdn_code got, sparsegdn_code want, const char* message) {

@@ -339,9 +339,15 @@ TEST_P(Property, FullBudgetEqualsDense) {
 }
 
 TEST_P(Property, BetaOutOfRangeSetsAStatusBit) {
-  for (float beta : {-0.25f, 1.5f}) {
+  for (float beta : {-0.25f, 1.5f, std::nanf("")}) {
     Pack p = One(100, DenseBudget(), 22);
     p.beta[57] = beta;
+    const PackResult dense = Run(p);
+    EXPECT_EQ(dense.status_word, kStatusBetaOutOfRange) << beta;
+    EXPECT_EQ(dense.nonfinite[0], std::isnan(beta) ? 1 : 0) << beta;
+    // Never selected, a NaN leaves the state sound: the bit alone tells.
+    p.sequences[0].budget = RetentionBudget(0.29);
+    p.sequences[0].budget.keep_last = 0;
     EXPECT_EQ(Run(p).status_word, kStatusBetaOutOfRange) << beta;
   }
 }
