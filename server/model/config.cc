@@ -68,6 +68,7 @@ absl::Status ParseLayers(const JsonFields& f, ModelConfig& c) {
 // rope_parameters (current files) before rope_scaling and the top-level fields (older ones).
 absl::Status ParseRope(const JsonFields& f, ModelConfig& c) {
   SPARSEGDN_ASSIGN_OR_RETURN(c.rope_theta, f.Number("rope_theta", 1.0, 1e15, 1e4));
+  c.rope_theta_given = f.Has("rope_theta");
   SPARSEGDN_ASSIGN_OR_RETURN(c.partial_rotary_factor,
                              f.Number("partial_rotary_factor", 0.0, 1.0, 0.25));
   for (const char* key : {"rope_scaling", "rope_parameters"}) {
@@ -80,6 +81,7 @@ absl::Status ParseRope(const JsonFields& f, ModelConfig& c) {
     SPARSEGDN_RETURN_IF_ERROR(WantText(rope, "rope_type", "default"));
     if (!rope.Has("rope_type")) SPARSEGDN_RETURN_IF_ERROR(WantText(rope, "type", "default"));
     SPARSEGDN_ASSIGN_OR_RETURN(c.rope_theta, rope.Number("rope_theta", 1.0, 1e15, c.rope_theta));
+    c.rope_theta_given = c.rope_theta_given || rope.Has("rope_theta");
     SPARSEGDN_ASSIGN_OR_RETURN(c.partial_rotary_factor, rope.Number("partial_rotary_factor", 0.0,
                                                                     1.0, c.partial_rotary_factor));
   }

@@ -32,6 +32,7 @@ struct ModelConfig {
   int32_t num_kv_heads = 0;
   int32_t head_dim = 256;
   double rope_theta = 1e4;
+  bool rope_theta_given = false;  // else it is the class default, as the reference takes it
   double partial_rotary_factor = 0.25;
 
   // Gated DeltaNet.

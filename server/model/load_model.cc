@@ -51,6 +51,10 @@ absl::StatusOr<std::unique_ptr<ModelRunner>> LoadModel(const LoadOptions& option
   Qwen35Options model;
   SPARSEGDN_ASSIGN_OR_RETURN(std::unique_ptr<OpTable> ops, CreateOpTable(options));
   SPARSEGDN_ASSIGN_OR_RETURN(model.config, LoadConfig(options.dir));
+  if (!model.config.rope_theta_given && options.warning) {
+    options.warning(absl::StrCat("config.json gives no rope_theta, taken as its class default, ",
+                                 model.config.rope_theta));
+  }
   SPARSEGDN_ASSIGN_OR_RETURN(Checkpoint checkpoint, Checkpoint::Open(options.dir, model.config));
   for (const std::string& warning : checkpoint.warnings()) {
     if (options.warning) options.warning(warning);

@@ -176,6 +176,20 @@ absl::StatusOr<std::vector<SafetensorsEntry>> ParseSafetensorsHeader(std::span<c
                               Quoted(entries[i - 1].name)));
     }
   }
+  // As the format's own library: the tensors cover the data, so that nothing hides in a shard.
+  uint64_t covered = data_start;
+  for (const SafetensorsEntry& entry : entries) {
+    if (entry.begin != covered) {
+      return Bad("tensor " + Quoted(entry.name) + " data_offsets",
+                 absl::StrCat("begin ", entry.begin - data_start),
+                 absl::StrCat(covered - data_start, ", no bytes between tensors"));
+    }
+    covered = entry.end;
+  }
+  if (covered != file_bytes) {
+    return Bad("file", absl::StrCat(file_bytes - data_start, " bytes of data"),
+               absl::StrCat(covered - data_start, ", the end of its last tensor"));
+  }
   return entries;
 }
 

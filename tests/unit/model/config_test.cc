@@ -91,10 +91,18 @@ TEST(ConfigTest, RopeIsReadFromOldAndNewPlaces) {
   json& text = config["text_config"];
   text.erase("rope_parameters");
   EXPECT_EQ(Parse(config)->rope_theta, 1e4);  // the class default
+  EXPECT_FALSE(Parse(config)->rope_theta_given);
+  text["rope_parameters"] = nullptr;
+  EXPECT_EQ(Parse(config)->rope_theta, 1e4);
+  EXPECT_FALSE(Parse(config)->rope_theta_given);
+  text["rope_parameters"] = {{"rope_theta", 3e6}};
+  EXPECT_TRUE(Parse(config)->rope_theta_given);
+  text.erase("rope_parameters");
   EXPECT_EQ(Parse(config)->partial_rotary_factor, 0.25);
   text["rope_theta"] = 5e6;
   text["partial_rotary_factor"] = 0.5;
   EXPECT_EQ(Parse(config)->rope_theta, 5e6);
+  EXPECT_TRUE(Parse(config)->rope_theta_given);
   EXPECT_EQ(Parse(config)->rotary_dim(), 32);
   text["rope_scaling"] = {{"type", "default"}};
   EXPECT_EQ(Parse(config)->rope_theta, 5e6);

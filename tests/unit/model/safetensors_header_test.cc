@@ -121,6 +121,17 @@ INSTANTIATE_TEST_SUITE_P(
                 8,
                 "safetensors tensor \"b\" data_offsets: got begin 4, wanted >= 8, the end of "
                 "\"a\""},
+        Refusal{"gap",
+                R"({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},)"
+                R"( "b": {"dtype": "F32", "shape": [1], "data_offsets": [8, 12]}})",
+                12,
+                "safetensors tensor \"b\" data_offsets: got begin 8, wanted 4, no bytes between "
+                "tensors"},
+        Refusal{"late_begin", R"({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}})", 8,
+                "safetensors tensor \"a\" data_offsets: got begin 4, wanted 0, no bytes between "
+                "tensors"},
+        Refusal{"bytes_behind", R"({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})",
+                9, "safetensors file: got 9 bytes of data, wanted 4, the end of its last tensor"},
         Refusal{"duplicate",
                 R"({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},)"
                 R"( "a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}})",
