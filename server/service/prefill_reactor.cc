@@ -122,8 +122,11 @@ void PrefillReactor::Pump() {
   // Outside the lock: `writing_` or `ended_` keeps every other thread away.
   if (end) return End(*end);
   absl::StatusOr<grpc::ByteBuffer> message = Encode(*event);
+  const std::shared_ptr<PrefillReactor> self = shared_from_this();  // beyond StartWrite
+  uint64_t write = 0;
   {
     std::lock_guard lock(mutex_);
+    write = writes_;
     if (message.ok()) {
       buffer_ = *std::move(message);
       write_bytes_ = static_cast<int64_t>(buffer_.Length());
@@ -136,6 +139,8 @@ void PrefillReactor::Pump() {
   }
   if (!message.ok()) return End(message.status());
   StartWrite(&buffer_);
+  std::lock_guard lock(mutex_);
+  in_flight_ = writing_ && write == writes_;
 }
 
 void PrefillReactor::NoteLocked(const engine::Event& event) {
@@ -146,6 +151,8 @@ void PrefillReactor::NoteLocked(const engine::Event& event) {
   if (const auto* result = std::get_if<engine::Result>(&event)) result_ = *result;
   write_bytes_ = 0;
   writing_ = true;
+  in_flight_ = false;
+  ++writes_;
 }
 
 absl::StatusOr<grpc::ByteBuffer> PrefillReactor::Encode(const engine::Event& event) {
@@ -185,9 +192,9 @@ void PrefillReactor::OnWriteDone(bool ok) {
   std::optional<absl::Status> end;
   {
     std::lock_guard lock(mutex_);
-    writing_ = false;
+    writing_ = in_flight_ = false;
     buffer_.Clear();
-    if (ok && result_ && first_frame_) {
+    if (ok && result_ && first_frame_ && !ended_) {
       service_.metrics->OnStreamed(Seconds(steady_clock::now() - *first_frame_));
     }
     if ((!ok || cancelled_) && !ended_) {
@@ -234,12 +241,19 @@ void PrefillReactor::OnCancel() {
 }
 
 void PrefillReactor::CutIfStalled(steady_clock::time_point now, std::chrono::nanoseconds timeout) {
+  std::optional<absl::Status> end;
   {
     std::lock_guard lock(mutex_);
-    if (!writing_ || now - write_started_ < timeout) return;
-    if (!stalled_) service_.metrics->OnSlowReader(write_bytes_);
-    stalled_ = true;
+    if (!in_flight_ || now - write_started_ < timeout) return;
+    write_started_ = now;  // as long again to take what is in flight, and the status behind it
+    if (!ended_ && !cancelled_) {
+      service_.metrics->OnSlowReader(write_bytes_);
+      stalled_ = true;
+      end = AbandonLocked();
+      ended_ = true;
+    }
   }
+  if (end) return End(*end);
   std::lock_guard lock(context_mutex_);
   if (context_ != nullptr) context_->TryCancel();
 }

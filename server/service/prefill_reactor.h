@@ -8,6 +8,10 @@
 // With shared-memory hand-off the work of Pump (making the segment, copying into it) is done on a
 // worker.
 //
+// A reader that takes nothing for too long: the call gives up what it holds in the engine and is
+// finished behind the write in flight, so that a client that reads on learns why; one that still
+// takes nothing for as long again loses the stream.
+//
 // Backpressure: an event is taken from the engine only when the transport has taken the last one,
 // so what a slow client leaves unread stays in the engine, where it is bounded and pauses the call.
 #ifndef SPARSEGDN_SERVER_SERVICE_PREFILL_REACTOR_H_
@@ -81,6 +85,8 @@ class PrefillReactor final : public grpc::ServerWriteReactor<grpc::ByteBuffer>,
   bool ended_ = false;      // Finish was called, or the caller is about to
   bool cancelled_ = false;  // the client is gone or its deadline passed
   bool stalled_ = false;    // cut by the registry
+  bool in_flight_ = false;  // StartWrite of the current write has returned
+  uint64_t writes_ = 0;     // begun
   SteadyTime write_started_;
   std::optional<SteadyTime> first_frame_;
   std::optional<engine::Result> result_;  // for the log line

@@ -314,11 +314,34 @@ TEST_F(ServiceTest, AStalledReaderIsCut) {
     return Sample("sparsegdn_requests_total{code=\"RESOURCE_EXHAUSTED\",method=\"Prefill\"}") == 1;
   }));
   EXPECT_EQ(Sample("sparsegdn_slow_readers_total"), 1);
+  engine_->on_submit = nullptr;
+  const std::weak_ptr<FakeCall> weak = std::exchange(call, nullptr);
+  EXPECT_TRUE(Eventually([&] { return weak.expired(); })) << "the stream is kept for nobody";
   v1::PrefillResponse event;
   bool result = false;
   while (reader->Read(&event)) result = result || event.has_result();
   EXPECT_FALSE(result);
   EXPECT_FALSE(reader->Finish().ok());
+}
+
+TEST_F(ServiceTest, AStalledReaderThatReadsOnIsToldWhy) {
+  ServerConfig config = LoopbackConfig();
+  config.slow_reader_timeout_seconds = 0.5;
+  Start(config);
+  auto call = WholeCall(64, 1 << 20);
+  engine_->on_submit = [&](const auto&) { return call; };
+  const auto context = Context();
+  auto reader = stub_->Prefill(context.get(), Request());
+  ASSERT_TRUE(call->WaitCancelled());
+  v1::PrefillResponse event;
+  int frames = 0;
+  while (reader->Read(&event)) frames += event.has_chunk();
+  EXPECT_LT(frames, 64);
+  const grpc::Status status = reader->Finish();
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED) << status.error_message();
+  EXPECT_EQ(status.error_message(), "the client took nothing for too long");
+  EXPECT_EQ(DetailsOf(status).reason, "SLOW_READER");
+  EXPECT_EQ(Sample("sparsegdn_slow_readers_total"), 1);
 }
 
 TEST_F(ServiceTest, ShutdownNeverHangs) {
