@@ -1,4 +1,9 @@
 // sparsegdn: the command line client of the SparseGDN prefill service.
+#include <fcntl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -84,6 +89,20 @@ int Main(const std::vector<std::string>& arguments) {
   std::fprintf(stderr, "error: unknown command \"%s\"\nsee: sparsegdn --help\n", name.c_str());
   return kUsage;
 }
+
+// A closed standard stream would give its number to the next file or socket, and be mistaken for
+// it. What is opened here in its place fails with EBADF, as the closed one would.
+void HoldClosedStreams() {
+  for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (syscall(SYS_fcntl, fd, F_GETFD) >= 0 || errno != EBADF) continue;
+    const int mode = fd == STDIN_FILENO ? O_WRONLY : O_RDONLY;
+    syscall(SYS_openat, AT_FDCWD, "/dev/null", mode);  // takes the lowest number, fd
+  }
+}
+
+// Before the constructors of shared libraries: gRPC's open descriptors.
+[[gnu::section(".preinit_array"),
+  gnu::used]] void (*const kHoldClosedStreams)() = HoldClosedStreams;
 
 }  // namespace
 }  // namespace sparsegdn::cli

@@ -94,6 +94,10 @@ absl::StatusOr<std::string> ReadAll(const std::string& path) {
   }
   const int error = std::ferror(file) ? (errno != 0 ? errno : EIO) : 0;
   if (file != stdin) std::fclose(file);
+  if (error != 0 && path == "-") {
+    const char* closed = error == EBADF ? ", which is closed" : "";
+    return client::FileError("read", absl::StrCat("standard input", closed), error);
+  }
   if (error != 0) return client::FileError("read", path, error);
   if (bytes.size() > kMaxInputBytes) {
     return UsageError(absl::StrCat("the token input ", path, " has more than ", kMaxInputBytes,

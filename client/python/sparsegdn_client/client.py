@@ -37,6 +37,9 @@ from sparsegdn_client.types import (
     Result,
     SnapshotAt,
     SnapshotRef,
+    check_int32,
+    check_int64,
+    check_uint32,
     enum_value,
 )
 
@@ -360,6 +363,9 @@ class PrefillClient:
         Raises:
             PrefillError: the server's refusal. IntegrityError: the stream was not sound.
         """
+        check_int32("priority", priority)
+        check_int64("first_position", first_position)
+        check_uint32("ttl_seconds", ttl_seconds)
         request = pb.PrefillRequest(
             token_ids=_token_list(token_ids),
             snapshot_at=enum_value(pb.SnapshotAt, "SNAPSHOT_AT_", snapshot_at),
@@ -447,6 +453,9 @@ class PrefillClient:
         cancellation: Cancellation | None = None,
     ) -> SnapshotRef:
         """Uploads the importable tensors, so that `prefill` can resume from the returned id."""
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"snapshot is {type(snapshot).__name__}, must be a Snapshot")
+        check_uint32("ttl_seconds", ttl_seconds)
         call = self._import.future(
             _import_frames(snapshot, ttl_seconds, tenant),
             timeout=timeout,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Mapping, Sequence
 
+import numpy as np
+
 from sparsegdn_client._stubs import prefill_pb2 as pb
 
 if TYPE_CHECKING:
@@ -29,6 +31,27 @@ def enum_value(enum: Any, prefix: str, word: str | None) -> int:
         wanted = ", ".join(n.removeprefix(prefix).lower() for n in enum.keys()[1:])
         raise ValueError(f"{prefix.rstrip('_').lower()} = {word!r}, must be one of {wanted}")
     return enum.Value(name)
+
+
+def _check_integer(name: str, value: Any, low: int, high: int) -> None:
+    """ValueError that names the argument; protobuf's own names none."""
+    if not isinstance(value, (int, np.integer)):
+        raise ValueError(f"{name} is {value!r}, must be an integer")
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}, must be from {low} to {high}")
+
+
+def check_int32(name: str, value: Any) -> None:
+    _check_integer(name, value, -(1 << 31), (1 << 31) - 1)
+
+
+def check_uint32(name: str, value: Any) -> None:
+    _check_integer(name, value, 0, (1 << 32) - 1)
+
+
+def check_int64(name: str, value: Any) -> None:
+    if value is not None:
+        _check_integer(name, value, -(1 << 63), (1 << 63) - 1)
 
 
 def enum_word(enum: Any, prefix: str, value: int) -> str:
@@ -60,6 +83,8 @@ class Budget:
     local: LocalTerm | None = None
 
     def to_proto(self) -> Any:
+        check_int64("budget.keep_first", self.keep_first)
+        check_int64("budget.keep_last", self.keep_last)
         return pb.Budget(
             mode=enum_value(pb.BudgetMode, "BUDGET_MODE_", self.mode),
             selector=enum_value(pb.Selector, "SELECTOR_", self.selector),
@@ -125,6 +150,11 @@ class Outputs:
     prompt_logprobs_from: int | None = None
 
     def to_proto(self) -> Any:
+        check_int64("outputs.checkpoint_every", self.checkpoint_every)
+        check_int64("outputs.prompt_logprobs_from", self.prompt_logprobs_from)
+        check_uint32("outputs.top_k", self.top_k)
+        for index, position in enumerate(self.logits_positions):
+            check_int64(f"outputs.logits_positions[{index}]", position)
         proto = pb.Outputs(
             state=self.state,
             conv_state=self.conv_state,

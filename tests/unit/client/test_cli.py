@@ -185,7 +185,7 @@ class CliTest(unittest.TestCase):
         """A connection or a file that gets their numbers is neither read nor written into."""
         out = self.folder / "s"
         (self.folder / "tokens").write_text(TEXT)
-        rows = [(0, 7, "-", "cannot read -"), (1, 7, self.folder / "tokens", "standard output"),
+        rows = [(0, 7, "-", "standard input, which is closed"), (1, 7, self.folder / "tokens", "standard output"),
                 (2, 0, self.folder / "tokens", "")]
         for fd, code, tokens, words in rows:
             with self.subTest(fd):

@@ -191,6 +191,34 @@ class ClientTest(unittest.TestCase):
                 call()
         self.assertEqual(self.server.requests, [])
 
+    def test_integers_out_of_range_are_named(self):
+        prefill = self.client.prefill
+        rows = {
+            "priority is 2147483648": lambda: prefill([1], priority=1 << 31),
+            "first_position is 9223372036854775808": lambda: prefill([1], first_position=1 << 63),
+            "ttl_seconds is -1": lambda: prefill([1], keep=True, ttl_seconds=-1),
+            "ttl_seconds is 4294967296": lambda: self.client.import_snapshot(
+                prefill([2, 3]).snapshot, ttl_seconds=1 << 32),
+            "budget.keep_last is": lambda: prefill([1], budget=Budget(keep_last=1 << 64)),
+            "outputs.top_k is -3": lambda: prefill(
+                [1], outputs=Outputs(logits_positions=[0], top_k=-3)),
+            "outputs.logits_positions[1] is": lambda: prefill(
+                [1], outputs=Outputs(logits_positions=[0, 1 << 63])),
+            "outputs.checkpoint_every is 1.5, must be an integer": lambda: prefill(
+                [1], outputs=Outputs(checkpoint_every=1.5)),
+        }
+        for message, call in rows.items():
+            with self.subTest(message), self.assertRaises(ValueError) as raised:
+                call()
+            self.assertIn(message, str(raised.exception))
+
+    def test_import_of_what_is_no_snapshot(self):
+        for wrong in (None, "path"):
+            with self.assertRaises(TypeError) as raised:
+                self.client.import_snapshot(wrong)
+            self.assertEqual(str(raised.exception),
+                             f"snapshot is {type(wrong).__name__}, must be a Snapshot")
+
     def test_resume_and_release(self):
         first = self.client.prefill(TOKENS, snapshot_at="after_last", keep=True, outputs=NOTHING)
         self.assertEqual(len(first.snapshot), 0)
