@@ -1,5 +1,6 @@
 #include "src/channel.h"
 
+#include <arpa/inet.h>
 #include <grpcpp/security/tls_certificate_provider.h>
 #include <grpcpp/security/tls_credentials_options.h>
 #include <unistd.h>
@@ -38,8 +39,10 @@ bool IsLocal(const std::string& target) {
   }
   const std::vector<std::string> items = absl::StrSplit(rest, ',');
   return std::all_of(items.begin(), items.end(), [](const std::string& item) {
-    return absl::StartsWith(item, "localhost:") || item == "localhost" ||
-           absl::StartsWith(item, "127.") || absl::StartsWith(item, "[::1]");
+    const std::string host = item.substr(0, item.rfind(':'));
+    in_addr v4;  // parsed: 127.0.0.1.example.com is a name like any other
+    const bool loopback = absl::StartsWith(host, "127.") && inet_pton(AF_INET, host.c_str(), &v4);
+    return loopback || host == "localhost" || host == "[::1]" || item == "[::1]";
   });
 }
 

@@ -58,6 +58,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr absl::Duration kLongestTimeout = absl::Hours(10 * 365 * 24);
 constexpr uint64_t kImportChunkBytes = 1 << 20;
 
 double SecondsSince(Clock::time_point start) {
@@ -68,8 +69,9 @@ double SecondsSince(Clock::time_point start) {
 absl::Status Prepare(const ConnectOptions& connect, const CallOptions& options,
                      grpc::ClientContext* context) {
   if (options.timeout.has_value()) {
-    context->set_deadline(std::chrono::system_clock::now() +
-                          absl::ToChronoNanoseconds(*options.timeout));
+    // Bounded: an infinite duration added to now would overflow.
+    const absl::Duration timeout = std::min(*options.timeout, kLongestTimeout);
+    context->set_deadline(std::chrono::system_clock::now() + absl::ToChronoNanoseconds(timeout));
   }
   if (!options.traceparent.empty()) context->AddMetadata("traceparent", options.traceparent);
   if (connect.token_file.empty()) return absl::OkStatus();

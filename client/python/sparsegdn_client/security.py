@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 
 import grpc
@@ -9,7 +10,6 @@ import grpc
 from sparsegdn_client.errors import PrefillError
 
 _MAX_TOKEN_BYTES = 512
-_LOCAL = ("unix:", "localhost:", "127.", "[::1]")
 _TLS_SIGNS = ("SSL_ERROR", "andshake", "ertificate")
 
 
@@ -22,13 +22,24 @@ def read_token(path: str | Path) -> str:
     return token.decode("ascii")
 
 
+def _is_loopback(item: str) -> bool:
+    """Parsed, not by how it begins: 127.0.0.1.example.com is a name like any other."""
+    host = item if item.endswith("]") else item.rpartition(":")[0] or item
+    if host in ("localhost", "[::1]"):
+        return True
+    try:
+        return ipaddress.IPv4Address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def check_token_may_travel(target: str, encrypted: bool, allowed: bool) -> None:
     """ValueError when a token would cross the network in clear text."""
     rest = target
     for scheme in ("dns:///", "dns:", "ipv4:", "ipv6:"):
         rest = rest.removeprefix(scheme)
     # Of a list every server must be this machine's own.
-    local = target.startswith("unix:") or all(i.startswith(_LOCAL) for i in rest.split(","))
+    local = target.startswith("unix:") or all(map(_is_loopback, rest.split(",")))
     if not (encrypted or allowed or local):
         raise ValueError(f"a bearer token would travel in clear text to {target}: turn on TLS, or "
                          f"pass allow_plain_text_token=True")

@@ -7,6 +7,8 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cstdio>
+#include <fstream>
 #include <thread>
 
 #include "fake_service.h"
@@ -254,6 +256,36 @@ TEST(ClientTest, DeadlineEndsTheCallAndReachesTheServer) {
     EXPECT_EQ(outcome.status().code(), absl::StatusCode::kDeadlineExceeded) << outcome.status();
   }
   EXPECT_TRUE(saw_cancel);
+}
+
+TEST(ClientTest, AnInfiniteTimeoutIsNone) {
+  FakeServer server;
+  server.service.on_info = [](v1::ModelInfo*) { return grpc::Status::OK; };
+  CallOptions options;
+  options.timeout = absl::InfiniteDuration();
+  const auto info = server.Connect()->Info(options);
+  EXPECT_TRUE(info.ok()) << info.status();
+}
+
+TEST(ClientTest, ATokenInClearTextStaysOnThisMachine) {
+  const std::string path = ::testing::TempDir() + "client_test_token";
+  std::ofstream(path) << "secret";
+  const auto connect = [&](const std::string& target) {
+    ConnectOptions options;
+    options.target = target;
+    options.token_file = path;
+    return Client::Connect(options).status();
+  };
+  for (const char* local : {"127.0.0.1:5", "127.8.9.1:5", "localhost:5", "localhost", "[::1]:5",
+                            "dns:///127.0.0.1:5", "unix:/tmp/s", "127.0.0.1:5,127.0.0.2:5"}) {
+    EXPECT_TRUE(connect(local).ok()) << local << connect(local);
+  }
+  for (const char* remote :
+       {"127.0.0.1.example.com:5", "127.example.com", "localhost.example.com:5",
+        "dns:///127.0.0.1.example.com:5", "127.0.0.1:5,10.0.0.1:5"}) {
+    EXPECT_EQ(connect(remote).code(), absl::StatusCode::kInvalidArgument) << remote;
+  }
+  std::remove(path.c_str());
 }
 
 TEST(ClientTest, CancelFromTheProgressCallback) {

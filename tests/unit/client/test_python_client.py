@@ -23,6 +23,7 @@ from sparsegdn_client import (
     float32_to_bf16,
     fp8_e4m3_to_float32,
 )
+from sparsegdn_client.security import check_token_may_travel
 from sparsegdn_client.types import DENSE, NOTHING
 
 TOKENS = list(range(40, 80))
@@ -211,6 +212,15 @@ class ClientTest(unittest.TestCase):
             with self.subTest(message), self.assertRaises(ValueError) as raised:
                 call()
             self.assertIn(message, str(raised.exception))
+
+    def test_a_token_in_clear_text_stays_on_this_machine(self):
+        for local in ("127.0.0.1:5", "127.8.9.1:5", "localhost:5", "localhost", "[::1]:5", "[::1]",
+                      "dns:///127.0.0.1:5", "unix:/tmp/s", "127.0.0.1:5,127.0.0.2:5"):
+            check_token_may_travel(local, False, False)
+        for remote in ("127.0.0.1.example.com:5", "127.example.com", "localhost.example.com:5",
+                       "dns:///127.0.0.1.example.com:5", "127.0.0.1:5,10.0.0.1:5"):
+            with self.subTest(remote), self.assertRaises(ValueError):
+                check_token_may_travel(remote, False, False)
 
     def test_import_of_what_is_no_snapshot(self):
         for wrong in (None, "path"):
