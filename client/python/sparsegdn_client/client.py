@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import re
 import threading
 import time
@@ -44,6 +45,7 @@ from sparsegdn_client.types import (
 )
 
 _IMPORT_CHUNK_BYTES = 1 << 20
+_LONGEST_TIMEOUT = 10 * 365 * 86400.0  # seconds
 _FIRST_WAIT, _LAST_WAIT = 0.1, 2.0  # seconds before a prefill runs again
 
 
@@ -111,6 +113,13 @@ def _family(item: str) -> int:
     except ValueError:
         pass
     raise ValueError(f"target has {item!r} in a list, wanted address:port; a name stands alone")
+
+
+def _seconds(timeout: float | None) -> float | None:
+    """gRPC takes what is too long for its clock, and NaN, for a deadline that has passed."""
+    if timeout is not None and math.isnan(timeout):
+        raise ValueError("timeout is nan, must be seconds or None")
+    return None if timeout is None or timeout > _LONGEST_TIMEOUT else timeout
 
 
 def _token_list(token_ids: Sequence[int] | npt.NDArray[Any]) -> list[int]:
@@ -429,7 +438,7 @@ class PrefillClient:
         cancellation: Cancellation | None,
     ) -> PrefillResult:
         stream = _PrefillStream(self._max_snapshot_bytes, progress, request.shared_memory)
-        call = self._prefill(request, timeout=timeout, metadata=self._metadata())
+        call = self._prefill(request, timeout=_seconds(timeout), metadata=self._metadata())
 
         def consume() -> None:
             for event in _events(call):
@@ -458,7 +467,7 @@ class PrefillClient:
         check_uint32("ttl_seconds", ttl_seconds)
         call = self._import.future(
             _import_frames(snapshot, ttl_seconds, tenant),
-            timeout=timeout,
+            timeout=_seconds(timeout),
             metadata=self._metadata(),
         )
         ref = self._run(call, cancellation, call.result)
@@ -467,13 +476,15 @@ class PrefillClient:
     def release(self, snapshot_id: str, *, tenant: str = "", timeout: float | None = None) -> None:
         """Drops a kept snapshot. PrefillError NOT_FOUND when the server does not hold it."""
         request = pb.ReleaseSnapshotRequest(snapshot_id=snapshot_id, tenant=tenant)
-        call = self._release.future(request, timeout=timeout, metadata=self._metadata())
+        call = self._release.future(
+            request, timeout=_seconds(timeout), metadata=self._metadata()
+        )
         self._run(call, None, call.result)
 
     def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """Identity, shapes and limits. PrefillError UNAVAILABLE while the server loads."""
         call = self._info.future(
-            pb.GetModelInfoRequest(), timeout=timeout, metadata=self._metadata()
+            pb.GetModelInfoRequest(), timeout=_seconds(timeout), metadata=self._metadata()
         )
         return ModelInfo.from_proto(self._run(call, None, call.result))
 

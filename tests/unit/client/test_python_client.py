@@ -4,6 +4,7 @@ Method: a server in Python that plays one good stream, broken in one way per row
 are compared exactly: no tolerance.
 """
 
+import math
 import threading
 import time
 import unittest
@@ -221,6 +222,13 @@ class ClientTest(unittest.TestCase):
                        "dns:///127.0.0.1.example.com:5", "127.0.0.1:5,10.0.0.1:5"):
             with self.subTest(remote), self.assertRaises(ValueError):
                 check_token_may_travel(remote, False, False)
+
+    def test_timeouts_without_end(self):
+        for timeout in (math.inf, 1e300, 1e12):
+            self.assertTrue(self.client.model_info(timeout=timeout).model_identity)
+            self.client.prefill(TOKENS, timeout=timeout)
+        with self.assertRaisesRegex(ValueError, "timeout is nan"):
+            self.client.model_info(timeout=math.nan)
 
     def test_import_of_what_is_no_snapshot(self):
         for wrong in (None, "path"):
