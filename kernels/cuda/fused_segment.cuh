@@ -111,25 +111,34 @@ __device__ inline bool PlanSegment(const Params& p, int64_t index, Job* job) {
   return true;
 }
 
-// Whether beta |k|^2 <= 2 for every event of the warm-up, which its bound needs. All `kWorkers`
-// threads of the block; the answer is in *bad after the caller's barrier.
-template <typename T, int kWorkers>
-__device__ inline void CheckWarmupNorms(const Params& p, const Job& job, int* bad) {
-  if (job.from_start || p.normalize_qk) return;
+// Whether beta |k|^2 <= 2 for every event of the warm-up, which its bound needs; one warp.
+template <typename T>
+__device__ inline bool WarmupNormsHold(const Params& p, const Job& job) {
+  if (job.from_start || p.normalize_qk) return true;
+  const int lane = threadIdx.x % 32;
   Cursor c;
   EnterWindow(job, job.start_window, &c);
   c.group = job.start_group;
-  const int part = threadIdx.x % 8;
-  const T* keys = static_cast<const T*>(p.k.data) + job.pair * p.k.head_stride + part * 16;
+  const T* keys = static_cast<const T*>(p.k.data) + job.pair * p.k.head_stride + lane % 8 * 16;
+  bool bad = false;
   for (int n = 0; n < job.warm_groups; ++n, NextGroup(job, &c)) {
-    const int first = FirstEvent(c, c.group), last = FirstEvent(c, c.group + 1);
+    const int first = FirstEvent(c, c.group);
+    const int end = ::min(FirstEvent(c, c.group + 1), c.events);
+    int row[2];
+    float beta[2];
 #pragma unroll
-    for (int i = 0; i < kGroup * 8 / kWorkers; ++i) {
-      const int e = first + static_cast<int>(threadIdx.x) / 8 + i * (kWorkers / 8);
-      const bool live = e < last && e < c.events;
+    for (int half = 0; half < 2; ++half) {
+      const int e = first + 32 * half + lane;
+      row[half] = e < end ? EventRow(job, c, e) : -1;
+      beta[half] = e < end ? job.beta[row[half]] : 0.0f;
+    }
+#pragma unroll 8
+    for (int i = 0; i < kGroup / 4; ++i) {  // eight lanes an event
+      const int from = i % 8 * 4 + lane / 8;
+      const int token = __shfl_sync(0xffffffffu, i < 8 ? row[0] : row[1], from);
+      const float weight = __shfl_sync(0xffffffffu, i < 8 ? beta[0] : beta[1], from);
       float sum = 0.0f;
-      const int token = live ? EventRow(job, c, e) : 0;
-      if (live) {
+      if (token >= 0) {
         const uint4* x = reinterpret_cast<const uint4*>(keys + token * p.k.token_stride);
         for (int j = 0; j < 2; ++j) {
           const uint4 piece = x[j];
@@ -140,33 +149,28 @@ __device__ inline void CheckWarmupNorms(const Params& p, const Job& job, int* ba
         }
       }
       for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-      if (live && !(sum * job.beta[token] <= 2.0f)) *bad = 1;
+      bad = bad || !(sum * weight <= 2.0f);
     }
   }
+  return __ballot_sync(0xffffffffu, bad) == 0;
 }
 
-// Plans job `index` in shared memory and leaves it in the workspace; the whole block.
-template <typename T, int kWorkers>
-__device__ inline void PlanJob(const Params& p, int64_t index, Job* job, int* norms_bad) {
-  if (threadIdx.x < 32) {
-    const bool work = PlanSegment(p, index, job);
-    if (threadIdx.x == 0) {
-      *norms_bad = 0;
-      if (!work) *job = Job{};
-    }
-  }
-  __syncthreads();
-  if (job->active != 0) CheckWarmupNorms<T, kWorkers>(p, *job, norms_bad);
-  __syncthreads();
-  if (threadIdx.x == 0 && *norms_bad != 0) {  // no bound: run from the sequence's start
+// Plans job `index` in shared memory and leaves it in the workspace; one warp.
+template <typename T>
+__device__ inline void PlanJob(const Params& p, int64_t index, Job* job) {
+  const int lane = threadIdx.x % 32;
+  const bool work = PlanSegment(p, index, job);
+  if (!work && lane == 0) *job = Job{};
+  __syncwarp();
+  if (work && !WarmupNormsHold<T>(p, *job) && lane == 0) {  // no bound: from the sequence's start
     job->groups += job->first_own - job->warm_groups;
     job->warm_groups = job->first_own;
     job->start_window = job->start_group = 0;
     job->from_start = 1;
   }
-  __syncthreads();
+  __syncwarp();
   int* to = reinterpret_cast<int*>(static_cast<char*>(p.ws.jobs) + index * kJobBytes);
-  for (int i = threadIdx.x; i < static_cast<int>(sizeof(Job) / 4); i += kWorkers) {
+  for (int i = lane; i < static_cast<int>(sizeof(Job) / 4); i += 32) {
     to[i] = reinterpret_cast<const int*>(job)[i];
   }
 }

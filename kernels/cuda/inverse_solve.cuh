@@ -82,11 +82,27 @@ struct Problem {
   const float* products;  // [kLowerBlocks] blocks
   float* leaves;          // [kLeaves][kLeafFloats]
   const float* factor;    // [64] -beta
-  const float2* gate;     // [64] high + low, only where not `scaled`
-  bool scaled;
+  const float2* gate;     // high + low, by row of the pack; only where not kScaled
+  const int* row;         // [64], past the last event none
 };
 
+// A block by e^{G_i - G_l}: rows i = own and own + 8, columns l = other + {0, 1, 8, 9}.
+template <typename = void>
+__device__ __noinline__ Block ApplyGates(const float2* gate, const int* row, int own, int other,
+                                         Block b) {
+  const auto at = [&](int i) {
+    return row[i] == 0x7fffffff ? make_float2(-1e30f, 0.0f) : gate[row[i]];
+  };
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float2 to = at(own + 8 * (i / 2 % 2)), from = at(other + i % 2 + 8 * (i / 4));
+    b.x[i] *= Decay(to.x, to.y, from.x, from.y);
+  }
+  return b;
+}
+
 // Block (r, c) of N.
+template <bool kScaled>
 __device__ __forceinline__ Block LoadBlock(const Problem& q, int r, int c) {
   const int g = threadIdx.x % 32 / 4, m = threadIdx.x % 4;
   const float* from = q.products + BlockAt(r, c);
@@ -99,15 +115,7 @@ __device__ __forceinline__ Block LoadBlock(const Problem& q, int r, int c) {
     b.x[2 * i] = factor * x.x;
     b.x[2 * i + 1] = factor * x.y;
   }
-  if (!q.scaled) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 own = q.gate[16 * r + g + 8 * (i % 2)];
-      const float2* other = q.gate + 16 * c + 2 * m + 8 * (i / 2);
-      b.x[2 * i] *= Decay(own.x, own.y, other[0].x, other[0].y);
-      b.x[2 * i + 1] *= Decay(own.x, own.y, other[1].x, other[1].y);
-    }
-  }
+  if constexpr (!kScaled) b = ApplyGates(q.gate, q.row, 16 * r + g, 16 * c + 2 * m, b);
   return b;
 }
 
@@ -176,11 +184,12 @@ __device__ __forceinline__ Diagonal JoinLeaves(const float* leaves, int d, const
 }
 
 // The diagonal of N: its blocks of 8 to q.leaves, and what stands between two of them.
+template <bool kScaled>
 __device__ __forceinline__ void LoadLeaves(const Problem& q, float (&between)[4][2]) {
   const int g = threadIdx.x % 32 / 4, m = threadIdx.x % 4;
 #pragma unroll
   for (int d = 0; d < 4; ++d) {
-    const Block b = LoadBlock(q, d, d);
+    const Block b = LoadBlock<kScaled>(q, d, d);
     float* leaf = q.leaves + 2 * d * kLeafFloats + g * 8 + 2 * m;
     *reinterpret_cast<float2*>(leaf) = make_float2(b.x[0], b.x[1]);
     *reinterpret_cast<float2*>(leaf + kLeafFloats) = make_float2(b.x[6], b.x[7]);
@@ -190,33 +199,60 @@ __device__ __forceinline__ void LoadLeaves(const Problem& q, float (&between)[4]
   __syncwarp();
 }
 
+// The lower left 32 x 32 of T, a column of blocks at a time. t0, t10 and t1: T_00^T.
+template <bool kScaled, typename Store>
+__device__ __forceinline__ void SolveCorner(const Problem& q, const SplitBlock& t0,
+                                            const Block& t10, const Block& t1, const Block& t2,
+                                            const Block& t3, const Block& t32, const Store& store) {
+#pragma unroll
+  for (int column = 1; column >= 0; --column) {
+    Block p[2];  // P^T: rows of this column, columns of the last 32 rows
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const SplitBlock right = Split(LoadBlock<kScaled>(q, 2 + j, 1));
+      if (column == 1) {
+        p[j] = Product(Split(t1), right);
+      } else {
+        p[j] = Product(t0, Split(LoadBlock<kScaled>(q, 2 + j, 0)));
+        Multiply(Split(t10), right, &p[j]);
+      }
+    }
+    const SplitBlock upper = Split(p[0]);
+    store(2, column, Product(Split(t2), upper), false);
+    Block low = Product(Split(t3), Split(p[1]));
+    Multiply(Split(t32), upper, &low);
+    store(3, column, low, false);
+  }
+}
+
 // T of a problem, block by block: store(r, c, block, transposed) for every block with c <= r.
-// `adjacent` keeps only the diagonal and the first sub-diagonal blocks; the others come as zeros.
-// All lanes of a warp.
-template <typename Store>
+// No store comes before the leaves have been read. `adjacent` keeps only the diagonal and the first
+// sub-diagonal blocks; the others come as zeros. All lanes of a warp.
+template <bool kScaled, typename Store>
 __device__ __forceinline__ void Solve(const Problem& q, bool adjacent, const Store& store) {
   float between[4][2];
-  LoadLeaves(q, between);
+  LoadLeaves<kScaled>(q, between);
   InvertLeaves(q.leaves);
 
   const Diagonal d0 = JoinLeaves(q.leaves, 0, between[0]);
   const Diagonal d1 = JoinLeaves(q.leaves, 1, between[1]);
   const Diagonal d2 = JoinLeaves(q.leaves, 2, between[2]);
   const Diagonal d3 = JoinLeaves(q.leaves, 3, between[3]);
+  __syncwarp();  // the leaves are read
   store(0, 0, d0.transposed, true);
   store(1, 1, d1.straight, false);
   store(2, 2, d2.straight, false);
   store(3, 3, d3.straight, false);
 
   const SplitBlock t0 = Split(d0.transposed);
-  const Block p10 = Product(t0, Split(LoadBlock(q, 1, 0)));
+  const Block p10 = Product(t0, Split(LoadBlock<kScaled>(q, 1, 0)));
   const Block t10 = Product(Split(p10), Split(d1.straight));  // transposed
   store(1, 0, t10, true);
-  const Block p32 = Product(Split(d2.transposed), Split(LoadBlock(q, 3, 2)));
+  const Block p32 = Product(Split(d2.transposed), Split(LoadBlock<kScaled>(q, 3, 2)));
   const Block t32 = Product(Split(d3.straight), Split(p32));
   store(3, 2, t32, false);
   if (adjacent) {
-    const Block p21 = Product(Split(d1.transposed), Split(LoadBlock(q, 2, 1)));
+    const Block p21 = Product(Split(d1.transposed), Split(LoadBlock<kScaled>(q, 2, 1)));
     store(2, 1, Product(Split(d2.straight), Split(p21)), false);
     const Block none{};
     store(2, 0, none, false);
@@ -224,28 +260,7 @@ __device__ __forceinline__ void Solve(const Problem& q, bool adjacent, const Sto
     store(3, 1, none, false);
     return;
   }
-  Block p[2][2];  // P^T: rows of the first 32 columns, columns of the last 32 rows
-  {
-    const SplitBlock t10s = Split(t10), t1 = Split(d1.transposed);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const SplitBlock left = Split(LoadBlock(q, 2 + j, 0));
-      const SplitBlock right = Split(LoadBlock(q, 2 + j, 1));
-      p[0][j] = Product(t0, left);
-      p[1][j] = Product(t1, right);
-      Multiply(t10s, right, &p[0][j]);
-    }
-  }
-  const SplitBlock t2 = Split(d2.straight), t3 = Split(d3.straight), t32s = Split(t32);
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    const SplitBlock upper = Split(p[j][0]), lower = Split(p[j][1]);
-    const Block r0 = Product(t2, upper);
-    Block r1 = Product(t3, lower);
-    Multiply(t32s, upper, &r1);
-    store(2, j, r0, false);
-    store(3, j, r1, false);
-  }
+  SolveCorner<kScaled>(q, t0, t10, d1.transposed, d2.straight, d3.straight, t32, store);
 }
 
 }  // namespace sparsegdn::cuda::fused
