@@ -88,7 +88,7 @@ SPARSEGDN_HD int32_t FixedScore(float s) {
   if (x >= static_cast<float>(kMaxFixedScore)) return kMaxFixedScore;
   if (!(x > 0.0f)) return 0;
 #if defined(__CUDA_ARCH__)
-  return static_cast<int32_t>(__float2ll_rn(x));
+  return __float2int_rn(x);
 #else
   return static_cast<int32_t>(std::llrint(x));
 #endif
@@ -102,9 +102,13 @@ SPARSEGDN_HD double NormalisedScore(int32_t z, int64_t n, int64_t sum) {
 
 // The kOffsetBits low bits of a window offset, reversed.
 SPARSEGDN_HD uint32_t BitReverseOffset(uint32_t offset) {
+#if defined(__CUDA_ARCH__)
+  return __brev(offset) >> (32 - kOffsetBits);
+#else
   uint32_t r = 0;
   for (int b = 0; b < kOffsetBits; ++b) r |= ((offset >> b) & 1u) << (kOffsetBits - 1 - b);
   return r;
+#endif
 }
 
 // Sort key inside one pair: larger comes first. Score down, then reversed offset up. Equal to the

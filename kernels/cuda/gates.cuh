@@ -5,7 +5,7 @@
 
 #include "kernels/common/selection_math.h"
 #include "kernels/cuda/device_common.cuh"
-#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/plan.cuh"
 
 namespace sparsegdn::cuda {
 
@@ -26,6 +26,8 @@ union GateSlice {
 struct GateShared {
   GateSlice slice[kGateWarps];
   double total[kGateWarps];
+  WindowPlace place;
+  SequenceParams sequence;
 };
 
 // x as high + low, to 48 bits.
@@ -136,13 +138,19 @@ __device__ __forceinline__ bool IsVector(const ConstTensorRef& x) {
          reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
 }
 
+template <typename = void>
+__device__ __noinline__ void StageGatesAnyhow(const Params& p, Window w, int head0,
+                                              GateShared* sm) {
+  StageGates<false>(p, w, head0, sm);
+}
+
 // All kGateThreads threads; heads [head0, head0 + kGateHeads).
 __device__ __forceinline__ void GateBlock(const Params& p, const Window& w, int head0,
                                           GateShared* sm) {
   if (head0 + kGateHeads <= p.shape.num_v_heads && IsVector(p.log_gate) && IsVector(p.beta)) {
     StageGates<true>(p, w, head0, sm);
   } else {
-    StageGates<false>(p, w, head0, sm);
+    StageGatesAnyhow(p, w, head0, sm);
   }
   __syncthreads();
   SumGates(p, w, head0, sm);

@@ -21,7 +21,7 @@ constexpr int kInverseWarps = kInverseThreads / 32;
 constexpr int kGroupsAtOnce = 2;
 
 // threadIdx.x read anew, so that no address made of it is kept in a register from round to round.
-__device__ __forceinline__ int Thread() {
+[[maybe_unused]] __device__ __forceinline__ int Thread() {
   int t;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
   return t;

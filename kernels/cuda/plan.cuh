@@ -35,46 +35,85 @@ __device__ __forceinline__ bool SequenceInRange(const Params& p, const SequenceP
   return count == 0 || (s.snapshot_index >= 0 && s.snapshot_index <= p.snapshot_slots - count);
 }
 
-// Status bits of sequence `i`.
-__device__ __forceinline__ unsigned SequenceFault(const Params& p, int i) {
-  const int64_t begin = p.cu_seqlens[i], end = p.cu_seqlens[i + 1];
+__device__ __forceinline__ unsigned Fault(const Params& p, int i, int64_t begin, int64_t end,
+                                          const SequenceParams& s) {
   if ((i == 0 && begin != 0) || begin < 0 || end < begin || end > p.num_tokens) {
     return kStatusBadCuSeqlens;
   }
-  return SequenceInRange(p, p.sequences[i], end - begin) ? 0 : kStatusBadSequence;
+  return SequenceInRange(p, s, end - begin) ? 0 : kStatusBadSequence;
+}
+// Status bits of sequence `i`.
+__device__ __forceinline__ unsigned SequenceFault(const Params& p, int i) {
+  return Fault(p, i, p.cu_seqlens[i], p.cu_seqlens[i + 1], p.sequences[i]);
+}
+
+// All of it at once, before any of it is looked at.
+__device__ __forceinline__ SequenceParams LoadSequence(const SequenceParams* from) {
+  static_assert(sizeof(SequenceParams) % 8 == 0);
+  constexpr int kWords = sizeof(SequenceParams) / 8;
+  uint64_t words[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    words[i] = *(reinterpret_cast<const volatile uint64_t*>(from) + i);
+  }
+  SequenceParams s;
+  memcpy(&s, words, sizeof(s));
+  return s;
 }
 
 struct WindowPlace {
-  int seq, index;  // seq < 0: there is no such window
+  int seq, index;         // seq < 0: there is no such window
+  int64_t begin, length;  // of the sequence in the pack
 };
 
 // Where window `window` of the call stands; a whole warp. Small packs are looked through here, so
-// that the plan, which runs at the same time, is not waited for.
-__device__ __forceinline__ WindowPlace PlaceWindow(const Params& p, int window) {
+// that the plan, which runs at the same time, is not waited for. `sequence` receives the parameters
+// of the window's sequence.
+__device__ __forceinline__ void PlaceWindow(const Params& p, int window, WindowPlace* place,
+                                            SequenceParams* sequence) {
+  const int lane = threadIdx.x % 32;
   if (p.num_seqs > 32) {
     WaitForPrevious();
-    if (window >= p.ws.window_offset[p.num_seqs]) return {-1, 0};
-    const int seq = FindOwner(p.ws.window_offset, p.num_seqs, window);
-    return {seq, window - p.ws.window_offset[seq]};
+    int seq = -1;
+    if (window < p.ws.window_offset[p.num_seqs]) {
+      seq = FindOwner(p.ws.window_offset, p.num_seqs, window);
+    }
+    if (lane == 0) {
+      *place = {seq, 0, 0, 0};
+      if (seq < 0) return;
+      const int64_t begin = p.cu_seqlens[seq];
+      *place = {seq, window - p.ws.window_offset[seq], begin, p.cu_seqlens[seq + 1] - begin};
+      *sequence = LoadSequence(&p.sequences[seq]);
+    }
+    return;
   }
-  const int lane = threadIdx.x % 32;
-  unsigned fault = 0;
-  int own = 0;
-  if (lane < p.num_seqs) {
-    fault = SequenceFault(p, lane);
-    const int64_t length = p.cu_seqlens[lane + 1] - p.cu_seqlens[lane];
-    own = static_cast<int>(WindowCount(p.sequences[lane].first_position, length));
-  }
-  if (__ballot_sync(0xffffffffu, fault != 0) != 0) return {-1, 0};
+  const int i = lane < p.num_seqs ? lane : p.num_seqs - 1;
+  const int64_t begin = p.cu_seqlens[i], next = p.cu_seqlens[i + 1];
+  const SequenceParams s = LoadSequence(&p.sequences[i]);
+  const bool fault = Fault(p, i, begin, next, s) != 0;
+  const int own =
+      lane < p.num_seqs ? static_cast<int>(WindowCount(s.first_position, next - begin)) : 0;
   int end = own;
-  for (int d = 1; d < 32; d *= 2) {
+  for (int d = 1; d < p.num_seqs; d *= 2) {
     const int y = __shfl_up_sync(0xffffffffu, end, d);
     if (lane >= d) end += y;
   }
+  const bool any = __ballot_sync(0xffffffffu, fault) != 0;
   const unsigned past = __ballot_sync(0xffffffffu, end > window);
-  if (past == 0) return {-1, 0};
-  const int seq = __ffs(static_cast<int>(past)) - 1;
-  return {seq, window - __shfl_sync(0xffffffffu, end - own, seq)};
+  const int owner = any || past == 0 ? -1 : __ffs(static_cast<int>(past)) - 1;
+  if (owner < 0 && lane == 0) *place = {-1, 0, 0, 0};
+  if (lane == owner) {
+    *place = {owner, window - (end - own), begin, next - begin};
+    *sequence = s;
+  }
+}
+
+// The same window as GetWindow gives.
+__device__ __forceinline__ Window PlacedWindow(const WindowPlace& place, int64_t first) {
+  const int64_t start = (first / kWindow + place.index) * kWindow;  // absolute
+  const int64_t low = start > first ? start : first, last = first + place.length;
+  const int64_t high = start + kWindow < last ? start + kWindow : last;
+  return {place.seq, place.begin + (low - first), static_cast<int32_t>(high - low), low};
 }
 
 }  // namespace sparsegdn::cuda

@@ -14,97 +14,96 @@ namespace sparsegdn::cuda {
 namespace select {
 namespace {
 
-__device__ void ClearShared(Shared& sm) {
-  if (threadIdx.x < kMaxPairs) {
-    sm.sums[threadIdx.x] = {0, 0, 0, kTopScore, -1};
-    sm.shorts[threadIdx.x] = 0;
-  }
-  if (threadIdx.x == 0) sm.intact = 1;
-}
-
-// State of own pair threadIdx.x from its sums.
-__device__ void SetPair(const Part& c, const Budget& budget, const selection::WindowLimits& limits,
-                        Shared& sm) {
-  const PairSums sums = sm.sums[threadIdx.x];
+// State of own pair `pair` from its sums.
+template <int kPairs>
+__device__ __forceinline__ void SetPair(const Part& c, int pair, Shared& sm) {
+  const PairSums sums = sm.sums[pair];
   PairState s{};
   const int64_t n = c.end - c.begin;
-  const int64_t sum = int64_t{sums.low} + (int64_t{sums.high} << 16);
-  s.valid = sums.valid;
+  const int64_t sum = int64_t{sums.low} + (int64_t{sums.high & 0xfffffu} << 16);
+  s.valid = static_cast<int>(sums.high >> 20);
   if (sum > 0) {
     s.factor = static_cast<double>(n) / static_cast<double>(sum);
     s.inverse = static_cast<double>(sum) / static_cast<double>(n);
   }
-  if (sums.valid > 0) {
+  if (s.valid > 0) {
     s.range = {sums.lowest, sums.highest + 1, BinShift(sums.lowest, sums.highest + 1), 0};
   } else {
     s.range = {0, 1, 0, 0};
   }
-  s.first = ::min(static_cast<int>(limits.lo), s.valid);
-  s.cap = ::min(static_cast<int>(limits.hi), s.valid);
+  s.first = ::min(static_cast<int>(sm.limits.lo), s.valid);
+  s.cap = ::min(static_cast<int>(sm.limits.hi), s.valid);
   s.bin = -1;
-  sm.pair[threadIdx.x] = s;
+  sm.pair[pair] = s;
 }
 
-// What the cluster must know before the cut.
-__device__ void PublishTotals(const Part& c, Shared& sm) {
-  double top = 0.0;
+// Sets the states of the pairs, and what the cluster must know before the cut; one warp.
+template <int kPairs>
+__device__ __forceinline__ void SetPairs(const Part& c, Shared& sm) {
   int first = 0, cap = 0;
-  for (int pair = 0; pair < c.pairs; ++pair) {
-    const PairState& s = sm.pair[pair];
-    first += s.first;
-    cap += s.cap;
-    const double highest = static_cast<double>(s.range.high - 1) * s.factor;
-    top = highest > top ? highest : top;
+  float top = 0.0f;
+  if (threadIdx.x < kPairs) {
+    SetPair<kPairs>(c, static_cast<int>(threadIdx.x), sm);
+    const PairState& s = sm.pair[threadIdx.x];
+    first = s.first;
+    cap = s.cap;
+    top = static_cast<float>(static_cast<double>(s.range.high - 1) * s.factor * 1.000001);
   }
-  sm.out.top = top;
+  first = __reduce_add_sync(kAll, first);
+  cap = __reduce_add_sync(kAll, cap);
+  const unsigned highest = __reduce_max_sync(kAll, __float_as_uint(top));
+  if (threadIdx.x != 0) return;
   sm.out.first = first;
   sm.out.cap = cap;
+  sm.out.top = __uint_as_float(highest);
 }
 
-// Quotas of the own pairs under a retention budget; the totals are published.
-__device__ void Share(const Params& p, const Part& c, const selection::WindowLimits& limits,
-                      Shared& sm) {
-  double top = 0.0;
+// Quotas of the own pairs under a retention budget; true where their thresholds are set too.
+template <int kPairs>
+__device__ __forceinline__ bool Share(const Params& p, const Part& c, Shared& sm) {
+  const int lane = threadIdx.x % 32;
   int first = 0, cap = 0;
-  for (int rank = 0; rank < c.ranks; ++rank) {
-    const double theirs = LoadRemote(&sm.out.top, rank);
-    top = theirs > top ? theirs : top;
-    first += LoadRemote(&sm.out.first, rank);
-    cap += LoadRemote(&sm.out.cap, rank);
+  float top = 0.0f;
+  if (lane < c.ranks) {
+    first = LoadRemote(&sm.out.first, lane);
+    cap = LoadRemote(&sm.out.cap, lane);
+    top = LoadRemote(&sm.out.top, lane);
   }
-  const int total = static_cast<int>(limits.total);
+  first = __reduce_add_sync(kAll, first);
+  cap = __reduce_add_sync(kAll, cap);
+  const double high = __uint_as_float(__reduce_max_sync(kAll, __float_as_uint(top)));
+  const int total = static_cast<int>(sm.limits.total);
   if (total > first && total < cap) {
-    Cutter(p, c, sm, total).Run(top * 1.0000001 + 1e-30);
-    return;
+    return Cutter<kPairs>(p, c, sm, total).Run(high * 1.000001 + 1e-30);
   }
   if (static_cast<int>(threadIdx.x) < c.pairs) {
     PairState& s = sm.pair[threadIdx.x];
     s.quota = total <= first ? s.first : s.cap;
   }
   __syncthreads();
+  return false;
 }
 
-// The greatest key for which `weight`, summed over the pair's keys at or above it, reaches `target`
-// (> 0, and at most the sum over all keys): bit by bit.
-template <typename Weight>
-__device__ uint64_t LeastKey(const Part& c, int pair, uint64_t target, Shared& sm,
-                             const Weight& weight) {
-  uint64_t key[kEach];
-  int score[kEach];
+// The greatest key for which the pair's keys at or above it, counted or (`squares`) their scores
+// squared and summed, reach `target` (> 0, and at most the sum over all keys): bit by bit.
+template <typename = void>
+__device__ __noinline__ uint64_t LeastKey(Part c, int pair, uint64_t target, bool squares,
+                                          Shared& sm) {
+  uint64_t key[kEach], weight[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int row = static_cast<int>(threadIdx.x) + i * kThreads;
-    score[i] = Scores(c, pair)[row];
-    key[i] = score[i] < 0 ? 0 : KeyOf(c, score[i], row);
+    const int z = Scores(c, pair)[row];
+    key[i] = z < 0 ? 0 : KeyOf(c, z, row);
+    weight[i] = z < 0 ? 0 : (squares ? Square(z) : 1);
   }
   uint64_t least = 0;
+#pragma unroll 1
   for (int bit = 36; bit >= 0; --bit) {
     const uint64_t trial = least | uint64_t{1} << bit;
     uint64_t own = 0;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if (score[i] >= 0 && key[i] >= trial) own += weight(score[i]);
-    }
+    for (int i = 0; i < kEach; ++i) own += key[i] >= trial ? weight[i] : 0;
     if (BlockSum(own, bit % 2, sm) >= target) least = trial;
   }
   __syncthreads();
@@ -112,20 +111,21 @@ __device__ uint64_t LeastKey(const Part& c, int pair, uint64_t target, Shared& s
 }
 
 // Quotas of the own pairs under a coverage budget.
-__device__ void Cover(const Part& c, const Budget& budget, const selection::WindowLimits& limits,
-                      Shared& sm) {
-  const auto square = [](int z) { return static_cast<uint64_t>(z) * static_cast<uint64_t>(z); };
+template <typename = void>
+__device__ __noinline__ void Cover(Part c, double coverage, Shared& sm) {
+  const selection::WindowLimits limits = sm.limits;
+#pragma unroll 1
   for (int pair = 0; pair < c.pairs; ++pair) {
     uint64_t own = 0;
     for (int i = 0; i < kEach; ++i) {
       const int z = Scores(c, pair)[threadIdx.x + i * kThreads];
-      if (z >= 0) own += square(z);
+      if (z >= 0) own += Square(z);
     }
-    const uint64_t target = selection::CoverageTarget(budget.coverage, BlockSum(own, 0, sm));
+    const uint64_t target = selection::CoverageTarget(coverage, BlockSum(own, 0, sm));
     __syncthreads();
     int64_t count = 0;
     if (target > 0) {
-      const uint64_t least = LeastKey(c, pair, target, sm, square);
+      const uint64_t least = LeastKey(c, pair, target, true, sm);
       for (int i = 0; i < kEach; ++i) {
         const int row = static_cast<int>(threadIdx.x) + i * kThreads;
         const int z = Scores(c, pair)[row];
@@ -143,7 +143,9 @@ __device__ void Cover(const Part& c, const Budget& budget, const selection::Wind
 }
 
 // The bin of each pair's histogram of all keys where its quota ends.
+template <typename = void>
 __device__ void FindBins(const Part& c, Shared& sm) {
+#pragma unroll 1
   for (int pair = 0; pair < c.pairs; ++pair) {
     const int quota = sm.pair[pair].quota;
     const uint32_t* at_least = AtLeast(c, pair);
@@ -162,18 +164,20 @@ __device__ void FindBins(const Part& c, Shared& sm) {
 }
 
 // The least selected key of each pair, from its quota.
+template <typename = void>
 __device__ void FindThresholds(const Part& c, Shared& sm) {
-  const auto one = [](int) { return uint64_t{1}; };
   if (sm.intact == 0) {
+#pragma unroll 1
     for (int pair = 0; pair < c.pairs; ++pair) {
       const int quota = sm.pair[pair].quota;
-      const uint64_t least = quota > 0 ? LeastKey(c, pair, quota, sm, one) : ~uint64_t{0};
+      const uint64_t least = quota > 0 ? LeastKey(c, pair, quota, false, sm) : ~uint64_t{0};
       if (threadIdx.x == 0) sm.pair[pair].threshold = least;
     }
     __syncthreads();
     return;
   }
   FindBins(c, sm);
+#pragma unroll 1
   for (int pair = 0; pair < c.pairs; ++pair) {
     // The ranges may be the cut's by now, but the shift is that of all keys.
     const int low = sm.sums[pair].lowest, shift = sm.pair[pair].range.shift;
@@ -188,12 +192,13 @@ __device__ void FindThresholds(const Part& c, Shared& sm) {
     }
   }
   __syncthreads();
+#pragma unroll 1
   for (int pair = 0; pair < c.pairs; ++pair) {
     const int n = sm.shorts[pair], i = static_cast<int>(threadIdx.x), quota = sm.pair[pair].quota;
     if (quota == 0) {
       if (i == 0) sm.pair[pair].threshold = ~0ull;
     } else if (n > kShortList) {
-      const uint64_t least = LeastKey(c, pair, quota, sm, one);
+      const uint64_t least = LeastKey(c, pair, quota, false, sm);
       if (i == 0) sm.pair[pair].threshold = least;
     } else if (i < n) {
       const uint64_t key = sm.short_key[pair][i];
@@ -206,74 +211,84 @@ __device__ void FindThresholds(const Part& c, Shared& sm) {
 }
 
 // Scores of the block's pairs, quotas, thresholds.
-__device__ void ChooseKeys(const Params& p, const SequenceParams& s, const Part& c, Shared& sm) {
-  const Budget& budget = s.budget;
-  const auto limits = selection::ComputeWindowLimits(budget, c.end - c.begin, p.shape.num_k_heads);
-  ClearHistograms(c);
-  if (budget.selector == Selector::kBeta) {
-    LoadBetas(p, c);
+template <int kPairs>
+__device__ __forceinline__ void ChooseKeys(const Params& p, const Part& c, Shared& sm) {
+  const Budget& budget = sm.sequence.budget;
+  const bool vectors = budget.selector == Selector::kBeta && BetasInVectors(p, c);
+  float4 x[kEach];
+  if (vectors) LoadBetaVectors(p, c, x);
+  if (threadIdx.x == 0) {
+    sm.limits = selection::ComputeWindowLimits(budget, c.end - c.begin, p.shape.num_k_heads);
+  }
+  if (vectors) {
+    StoreScores(p, c, x);
+  } else if (budget.selector == Selector::kBeta) {
+    LoadBetasAnyhow(p, c);
   } else {
     LoadWriteNorms(p, c);
   }
-  __syncthreads();
-  SumScores(c, sm);
-  __syncthreads();
-  if (static_cast<int>(threadIdx.x) < c.pairs) SetPair(c, budget, limits, sm);
-  __syncthreads();
-  if (threadIdx.x == 0) PublishTotals(c, sm);
-  ClusterArrive();
-  BuildHistograms(c, sm);
-  ClusterWait();
-  if (budget.mode == BudgetMode::kCoverage) {
-    Cover(c, budget, limits, sm);
-  } else {
-    Share(p, c, limits, sm);
+  for (int pair = c.pairs; pair < kPairs && kPairs != kMaxPairs; ++pair) {
+    for (int i = 0; i < kEach; ++i) Scores(c, pair)[threadIdx.x + i * kThreads] = kAbsent;
   }
-  ClusterArrive();  // nothing of another block is read from here on
-  FindThresholds(c, sm);
+  __syncthreads();
+  SumScores<kPairs>(c, sm);
+  __syncthreads();
+  if (threadIdx.x < 32) SetPairs<kPairs>(c, sm);
+  ClusterArrive();
+  BuildHistograms<kPairs>(c, sm);
   ClusterWait();
+  bool found = false;
+  if (budget.mode == BudgetMode::kCoverage) {
+    Cover(c, budget.coverage, sm);
+  } else {
+    found = Share<kPairs>(p, c, sm);
+  }
+  if (!found) FindThresholds(c, sm);
 }
 
-// Events, counts and mask of the own pairs; selected(pair, row) tells which tokens are events.
-template <typename Selected>
-__device__ void Compact(const Params& p, const Part& c, bool dense, Shared& sm,
-                        const Selected& selected) {
-  const int lane = threadIdx.x % 32;
+template <typename = void>
+__device__ __forceinline__ bool IsEvent(const Params& p, const Part& c, bool dense, int pair,
+                                        int row, const Shared& sm) {
+  if (row >= c.w.length) return false;
+  if (dense) return true;
+  if (p.mask != nullptr) {
+    return p.mask[(c.w.begin + row) * p.shape.num_k_heads + c.pair0 + pair] != 0;
+  }
+  const int z = Scores(c, pair)[row];
+  const uint64_t threshold = sm.pair[pair].threshold;
+  const uint64_t score = threshold >> selection::kOffsetBits;
+  const int least = score < kTopScore ? static_cast<int>(score) : kTopScore;
+  if (z != least) return z > least || z == kForced;
+  return KeyOf(c, z, row) >= threshold;
+}
+
+// Events, counts and mask of the own pairs.
+template <typename = void>
+__device__ __forceinline__ void Compact(const Params& p, const Part& c, bool dense, Shared& sm) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll 1
   for (int pair = 0; pair < c.pairs; ++pair) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int row = static_cast<int>(threadIdx.x) + i * kThreads;
-      const uint32_t word = __ballot_sync(kAll, row < c.w.length && selected(pair, row));
+      const uint32_t word = __ballot_sync(kAll, IsEvent(p, c, dense, pair, row, sm));
       if (lane == 0) sm.words[pair][row / 32] = word;
     }
   }
   __syncthreads();
-  for (int pair = 0; pair < c.pairs; ++pair) {
-    const uint32_t* words = sm.words[pair];
-    const int head = c.pair0 + pair;
-    const int first = __popc(words[2 * lane]), both = first + __popc(words[2 * lane + 1]);
-    int end = both;  // events through the lane's two words
+  if (warp < c.pairs) {
+    const int first = __popc(sm.words[warp][2 * lane]);
+    const int both = first + __popc(sm.words[warp][2 * lane + 1]);
+    int end = both;
+#pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const int y = __shfl_up_sync(kAll, end, d);
       if (lane >= d) end += y;
     }
-    uint16_t* out = p.ws.events + head * p.num_tokens + c.w.begin;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int row = static_cast<int>(threadIdx.x) + i * kThreads, at = row / 32;
-      const int before = __shfl_sync(kAll, end - both, at / 2);
-      const int inside = __shfl_sync(kAll, first, at / 2);
-      const uint32_t word = words[at];
-      const bool event = (word >> lane & 1u) != 0;
-      if (event && !dense) {
-        const int rank = before + (at % 2 != 0 ? inside : 0) + __popc(word & ((1u << lane) - 1u));
-        out[rank] = static_cast<uint16_t>(row);
-      }
-      if (p.mask_out != nullptr && row < c.w.length) {
-        p.mask_out[(c.w.begin + row) * p.shape.num_k_heads + head] = event ? 1 : 0;
-      }
-    }
-    if (threadIdx.x == 31) {
+    sm.before[warp][2 * lane] = end - both;
+    sm.before[warp][2 * lane + 1] = end - both + first;
+    if (lane == 31) {
+      const int64_t head = c.pair0 + warp;
       p.ws.event_count[head * p.ws.windows + c.window] = end;
       if (p.selected != nullptr) {
         WaitForPrevious();  // the plan clears the counts
@@ -281,17 +296,48 @@ __device__ void Compact(const Params& p, const Part& c, bool dense, Shared& sm,
       }
     }
   }
+  __syncthreads();
+#pragma unroll 1
+  for (int pair = 0; pair < c.pairs; ++pair) {
+    const int head = c.pair0 + pair;
+    uint16_t* out = p.ws.events + head * p.num_tokens + c.w.begin;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int row = static_cast<int>(threadIdx.x) + i * kThreads;
+      const uint32_t word = sm.words[pair][row / 32];
+      const bool event = (word >> lane & 1u) != 0;
+      if (event && !dense) {
+        out[sm.before[pair][row / 32] + __popc(word & ((1u << lane) - 1u))] =
+            static_cast<uint16_t>(row);
+      }
+      if (p.mask_out != nullptr && row < c.w.length) {
+        p.mask_out[(c.w.begin + row) * p.shape.num_k_heads + head] = event ? 1 : 0;
+      }
+    }
+  }
 }
 
-[[maybe_unused]] __device__ void SelectBlock(const Params& p, int window, const WindowPlace& place,
-                                             int ranks, int per_rank, uint8_t* raw) {
+template <int kPairs>
+__device__ __forceinline__ void SelectBlock(const Params& p, int ranks, int per_rank,
+                                            uint8_t* raw) {
   Shared& sm = *reinterpret_cast<Shared*>(raw);
-  const bool dense = IsDense(p, place.seq);
-  if (dense && p.mask_out == nullptr && p.selected == nullptr) return;
-  const SequenceParams& s = p.sequences[place.seq];
   Part c;
-  c.w = GetWindow(p, place.seq, place.index);
-  c.window = window;
+  c.scores = reinterpret_cast<int*>(raw + (sizeof(Shared) + 15) / 16 * 16);
+  c.at_least = reinterpret_cast<uint32_t*>(c.scores + per_rank * kWindow);
+  c.window = static_cast<int>(blockIdx.x) / ranks;
+  if (threadIdx.x < 32) PlaceWindow(p, c.window, &sm.place, &sm.sequence);
+  ClearHistograms<kPairs>(c.at_least, per_rank);
+  if (threadIdx.x < kMaxPairs) {
+    sm.sums[threadIdx.x] = {0, 0, kTopScore, -1};
+    sm.shorts[threadIdx.x] = 0;
+  }
+  if (threadIdx.x == 0) sm.intact = 1;
+  __syncthreads();
+  if (sm.place.seq < 0) return;
+  const SequenceParams& s = sm.sequence;
+  const bool dense = p.mask == nullptr && s.budget.mode == BudgetMode::kDense;
+  if (dense && p.mask_out == nullptr && p.selected == nullptr) return;
+  c.w = PlacedWindow(sm.place, s.first_position);
   c.rank = static_cast<int>(blockIdx.x) % ranks;
   c.ranks = ranks;
   c.pair0 = c.rank * per_rank;
@@ -301,25 +347,19 @@ __device__ void Compact(const Params& p, const Part& c, bool dense, Shared& sm,
       selection::NonForced(c.w.position, c.w.position + c.w.length, s.prompt_tokens, s.budget);
   c.begin = static_cast<int>(free.begin - c.w.position);
   c.end = static_cast<int>(free.end - c.w.position);
-  c.scores = reinterpret_cast<int*>(raw + (sizeof(Shared) + 15) / 16 * 16);
-  c.at_least = reinterpret_cast<uint32_t*>(c.scores + per_rank * kWindow);
   if (p.mask != nullptr || dense) {
-    Compact(p, c, dense, sm, [&](int pair, int row) {
-      if (dense) return true;
-      return p.mask[(c.w.begin + row) * p.shape.num_k_heads + c.pair0 + pair] != 0;
-    });
+    Compact(p, c, dense, sm);
     return;
   }
-  ClearShared(sm);
-  ChooseKeys(p, s, c, sm);
-  Compact(p, c, dense, sm, [&](int pair, int row) {
-    const int z = Scores(c, pair)[row];
-    return z == kForced || (z >= 0 && KeyOf(c, z, row) >= sm.pair[pair].threshold);
-  });
+  ChooseKeys<kPairs>(p, c, sm);
+  ClusterArrive();  // nothing of another block is read from here on
+  Compact(p, c, false, sm);
+  ClusterWait();
 }
 
 // Grid: [windows, ranks] selection blocks, in clusters of `ranks`, then [windows, Hv / 4] blocks of
 // gates.
+template <int kPairs>
 __global__ void __launch_bounds__(kThreads, 2)
     SelectKernel(const __grid_constant__ Params p, int ranks, int per_rank) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -327,21 +367,34 @@ __global__ void __launch_bounds__(kThreads, 2)
   AllowNext();
   const int64_t selecting = p.ws.windows * ranks;
   if (blockIdx.x < selecting) {
-    const int window = static_cast<int>(blockIdx.x) / ranks;
-    const WindowPlace place = PlaceWindow(p, window);
-    if (place.seq >= 0) SelectBlock(p, window, place, ranks, per_rank, raw);
+    SelectBlock<kPairs>(p, ranks, per_rank, raw);
   } else {
-    const int64_t block = blockIdx.x - selecting;
+    GateShared& sm = *reinterpret_cast<GateShared*>(raw);
+    const int block = static_cast<int>(blockIdx.x - selecting);
     const int head_blocks = (p.shape.num_v_heads + kGateHeads - 1) / kGateHeads;
-    const WindowPlace place = PlaceWindow(p, static_cast<int>(block / head_blocks));
-    if (place.seq >= 0) {
-      GateBlock(p, GetWindow(p, place.seq, place.index),
-                static_cast<int>(block % head_blocks) * kGateHeads,
-                reinterpret_cast<GateShared*>(raw));
+    if (threadIdx.x < 32) PlaceWindow(p, block / head_blocks, &sm.place, &sm.sequence);
+    __syncthreads();
+    if (sm.place.seq >= 0) {
+      GateBlock(p, PlacedWindow(sm.place, sm.sequence.first_position),
+                block % head_blocks * kGateHeads, &sm);
     }
   }
   WaitForPrevious();
 #endif
+}
+
+template <int kPairs>
+cudaError_t Launch(const Params& p, unsigned grid, int ranks, int per_rank, cudaStream_t stream) {
+  const int rows = kPairs == kMaxPairs ? per_rank : kPairs;
+  const int keys = static_cast<int>(sizeof(Shared)) + 16 +
+                   rows * static_cast<int>((kWindow + kBins) * sizeof(int));
+  const int gates = p.select_only ? 0 : static_cast<int>(sizeof(GateShared));
+  const int bytes = keys > gates ? keys : gates;
+  const cudaError_t error = cudaFuncSetAttribute(
+      SelectKernel<kPairs>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  return LaunchKernel(SelectKernel<kPairs>, {grid, kThreads, bytes, ranks}, true, stream, p, ranks,
+                      rows);
 }
 
 }  // namespace
@@ -359,16 +412,10 @@ cudaError_t LaunchSelect(const Params& p, cudaStream_t stream) {
   const int64_t gate_blocks = p.select_only ? 0 : p.ws.windows * head_blocks;
   const int64_t blocks = p.ws.windows * ranks + (gate_blocks + ranks - 1) / ranks * ranks;
   if (blocks == 0) return cudaSuccess;
-  const int keys = static_cast<int>(sizeof(select::Shared)) + 16 +
-                   per_rank * static_cast<int>((kWindow + select::kBins) * sizeof(int));
-  const int gates = p.select_only ? 0 : static_cast<int>(sizeof(GateShared));
-  const int bytes = keys > gates ? keys : gates;
-  const cudaError_t error = cudaFuncSetAttribute(
-      select::SelectKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  return LaunchKernel(select::SelectKernel,
-                      {static_cast<unsigned>(blocks), select::kThreads, bytes, ranks}, true, stream,
-                      p, ranks, per_rank);
+  const unsigned grid = static_cast<unsigned>(blocks);
+  if (per_rank == 1) return select::Launch<1>(p, grid, ranks, per_rank, stream);
+  if (per_rank == 2) return select::Launch<2>(p, grid, ranks, per_rank, stream);
+  return select::Launch<select::kMaxPairs>(p, grid, ranks, per_rank, stream);
 }
 
 }  // namespace sparsegdn::cuda

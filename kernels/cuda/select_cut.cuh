@@ -34,54 +34,89 @@ __device__ __forceinline__ double Trial(double low, double high, int i) {
   return fma(high - low, static_cast<double>(i + 1) * (1.0 / (kThreads + 1)), low);
 }
 
-// Bounds of the pair's keys with scores >= x, for x in the round's range.
+// Bounds of the pair's keys with scores >= x, for x in the round's range. Where x is so close to a
+// score that the rounding of x * inverse might matter, that score's keys count as possible.
 __device__ __forceinline__ int2 CountBounds(const Part& c, int pair, double x, const PairState& s) {
-  const Range& r = s.range;
-  const int z = FirstScore(x, s);
-  if (z >= r.high) return {r.above, r.above};
+  const Range r = s.range;
   const uint32_t* at_least = AtLeast(c, pair);
-  const int from = z > r.low ? z - r.low : 0, bin = from >> r.shift;
-  const int most = r.above + static_cast<int>(at_least[bin]);
-  if (from == bin << r.shift) return {most, most};
-  return {r.above + (bin + 1 < kBins ? static_cast<int>(at_least[bin + 1]) : 0), most};
+  double place = x * s.inverse;
+  if (s.factor == 0.0) place = x > 0.0 ? kTopScore : 0.0;
+  place = place < kTopScore ? place : kTopScore;
+  const int near = __double2int_rn(place);
+  const double off = place - near, rounding = place * 0x1p-49;
+  const int most_from = off > rounding ? near + 1 : near;    // keys of this score may count,
+  const int least_from = off < -rounding ? near : near + 1;  // of this one surely
+  int most = r.above, least = r.above;
+  if (most_from < r.high) {
+    const int from = most_from > r.low ? most_from - r.low : 0;
+    most += static_cast<int>(at_least[from >> r.shift]);
+  }
+  if (least_from < r.high) {
+    const int from = least_from > r.low ? least_from - r.low : 0;
+    const int bin = (from + (1 << r.shift) - 1) >> r.shift;
+    least += bin < kBins ? static_cast<int>(at_least[bin]) : 0;
+  }
+  return {least, most};
 }
 
+// Quotas from what is above the cut and what it takes.
+__device__ __forceinline__ void SetQuotas(const Part& c, Shared& sm) {
+  if (static_cast<int>(threadIdx.x) < c.pairs) {
+    PairState& s = sm.pair[threadIdx.x];
+    s.quota = Clamp(s.range.above, s) + s.taken;
+  }
+  __syncthreads();
+}
+
+template <typename = void>
+__device__ __noinline__ void Refine(Part c, Shared& sm);
+template <typename = void>
+__device__ __noinline__ void CutTies(const Params& p, Part c, Shared& sm, int rest);
+
+// What a round left, packed so that the cluster adds it up at once.
+inline constexpr unsigned kOverflow = 1u << 16, kSettled = 1u << 24, kFinalists = kOverflow - 1;
+
+template <int kPairs>
 class Cutter {
  public:
   __device__ Cutter(const Params& p, const Part& c, Shared& sm, int total)
-      : p_(p), c_(c), sm_(sm), total_(total) {}
+      : p_(p), c_(c), sm_(sm), total_(total), slots_(kThreads / c.ranks) {}
 
-  // Sets the quotas of the block's pairs so that the cluster's pairs take `total` keys. Here F(0) >
-  // total > F(high).
-  __device__ void Run(double high) {
+  // Sets the quotas of the block's pairs so that the cluster's pairs take `total` keys; true where
+  // the thresholds are set too. Here F(0) > total > F(high).
+  __device__ bool Run(double high) {
     double low = 0.0;
+#pragma unroll 1
     for (int round = 0;; ++round) {
       Narrow(round % 2, &low, &high);
       ListKeys(low, high);
-      if (threadIdx.x == 0) Publish();
       ClusterSync();
-      const Outcome all = ReadOutcome();
-      if (all.overflow == 0 && all.finalists <= kListed) {
-        RankFinalists(all.base);
-        return;
+      unsigned own = 0, base = 0;
+      const int lane = threadIdx.x % 32;
+      if (lane < c_.ranks) {
+        own = LoadRemote(&sm_.out.outcome, lane);
+        base = LoadRemote(&sm_.out.base, lane);
       }
-      if (all.settled == c_.ranks) {
-        CutTies(all.base);
-        return;
+      const unsigned all = __reduce_add_sync(kAll, own);
+      const int rest = total_ - static_cast<int>(__reduce_add_sync(kAll, base));
+      if ((all & (kSettled - kOverflow)) == 0) {
+        return RankFinalists(static_cast<int>(own & kFinalists), rest);
       }
-      Refine();
+      if (all / kSettled == static_cast<unsigned>(c_.ranks)) {
+        CutTies(p_, c_, sm_, rest);
+        return false;
+      }
+      Refine(c_, sm_);
     }
   }
 
  private:
-  struct Outcome {
-    int finalists, base, settled, overflow;
-  };
-
   __device__ void Narrow(int turn, double* low, double* high) {
-    const double x = Trial(*low, *high, static_cast<int>(threadIdx.x));
+    const double from = *low, to = *high;
+    const double x = Trial(from, to, static_cast<int>(threadIdx.x));
     uint2 own = make_uint2(0, 0);
-    for (int pair = 0; pair < c_.pairs; ++pair) {
+#pragma unroll kUnrolled < kPairs>
+    for (int pair = 0; pair < Loops<kPairs>(c_); ++pair) {
       const PairState& s = sm_.pair[pair];
       const int2 bounds = CountBounds(c_, pair, x, s);
       own.x += static_cast<unsigned>(Clamp(bounds.x, s));
@@ -89,165 +124,191 @@ class Cutter {
     }
     sm_.out.counts[turn][threadIdx.x] = own;
     ClusterSync();
-    uint2 sum = make_uint2(0, 0);
-    for (int rank = 0; rank < c_.ranks; ++rank) {
-      const uint64_t both =
-          LoadRemote(reinterpret_cast<const uint64_t*>(&sm_.out.counts[turn][threadIdx.x]), rank);
-      sum.x += static_cast<unsigned>(both);
-      sum.y += static_cast<unsigned>(both >> 32);
+    uint64_t theirs[kMaxRanks];
+    const uint64_t* at = reinterpret_cast<const uint64_t*>(&sm_.out.counts[turn][threadIdx.x]);
+#pragma unroll
+    for (int rank = 0; rank < kMaxRanks; ++rank) {
+      theirs[rank] = rank < c_.ranks ? LoadRemote(at, rank) : 0;
     }
+    uint64_t sum = 0;  // no carry between the halves
+#pragma unroll
+    for (int rank = 0; rank < kMaxRanks; ++rank) sum += theirs[rank];
     const unsigned wanted = static_cast<unsigned>(total_);
-    const int maybe = __syncthreads_count(sum.y >= wanted);  // the first so many
-    const int surely = __syncthreads_count(sum.x >= wanted);
-    const double from = *low, to = *high;
+    const int maybe = __syncthreads_count(static_cast<unsigned>(sum >> 32) >= wanted);
+    const int surely = __syncthreads_count(static_cast<unsigned>(sum) >= wanted);
     if (maybe < kThreads) *high = Trial(from, to, maybe);
     if (surely > 0) *low = Trial(from, to, surely - 1);
   }
 
-  // Keys with scores in [low, high), and of each pair how many there are and are above. The ranges
-  // become [low, high). Ends with a barrier, after which final_bits and final_order are complete.
+  // Keys with scores in [low, high): the finalists, and how many are above. The ranges become [low,
+  // high). What was found is published by the caller's barrier.
   __device__ void ListKeys(double low, double high) {
-    if (threadIdx.x == 0) {
-      sm_.listed = 0;
-      sm_.out.finalists = 0;
+    if (threadIdx.x < 2 * kPairs) {
+      PairState& s = sm_.pair[threadIdx.x / 2];
+      const bool lower = threadIdx.x % 2 == 0;
+      const int old_low = s.range.low, old_high = s.range.high;
+      const int z = ::min(::max(FirstScore(lower ? low : high, s), old_low), old_high);
+      __syncwarp((1u << 2 * kPairs) - 1u);
+      (lower ? s.range.low : s.range.high) = z;
+      if (lower) {
+        s.range.above = s.taken = 0;
+        s.threshold = ~0ull;
+      }
     }
-    if (static_cast<int>(threadIdx.x) < c_.pairs) {
-      PairState& s = sm_.pair[threadIdx.x];
-      Range& r = s.range;
-      const int old_low = r.low, old_high = r.high;
-      r.low = ::min(::max(FirstScore(low, s), old_low), old_high);
-      r.high = ::min(::max(FirstScore(high, s), old_low), old_high);
-      r.above = s.among = s.taken = 0;
-    }
+    if (threadIdx.x == 32) sm_.listed = sm_.finalists = sm_.all = 0;
     __syncthreads();
-    for (int pair = 0; pair < c_.pairs; ++pair) {
+#pragma unroll kUnrolled < kPairs>
+    for (int pair = 0; pair < Loops<kPairs>(c_); ++pair) {
       const Range r = sm_.pair[pair].range;
-      int above = 0, among = 0;
+      int above = 0;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const int row = static_cast<int>(threadIdx.x) + i * kThreads;
         const int z = Scores(c_, pair)[row];
-        const bool inside = z >= 0 && z >= r.low && z < r.high;
-        above += __popc(__ballot_sync(kAll, z >= 0 && z >= r.high));
-        among += __popc(__ballot_sync(kAll, inside));
-        if (!inside) continue;
+        above += z >= r.high;
+        if (z < r.low || z >= r.high) continue;
         const int at = atomicAdd(&sm_.listed, 1);
         if (at >= kListed) continue;
         sm_.list_key[at] = KeyOf(c_, z, row);
         sm_.list_pair[at] = pair;
       }
-      if (threadIdx.x % 32 == 0) {
-        atomicAdd(&sm_.pair[pair].range.above, above);
-        atomicAdd(&sm_.pair[pair].among, among);
-      }
+      above = __reduce_add_sync(kAll, above);
+      if (threadIdx.x % 32 == 0) atomicAdd(&sm_.pair[pair].range.above, above);
     }
     __syncthreads();
-    if (sm_.listed <= kListed) FindFinalists();
+    const int n = sm_.listed;
+    if (n <= kListed) FindFinalists(n);
     __syncthreads();
+    if (threadIdx.x < 32) Publish(n > kListed);
   }
 
   // Those of the listed keys whose rank in their pair the budget leaves open.
-  __device__ void FindFinalists() {
-    const int n = sm_.listed, i = static_cast<int>(threadIdx.x);
+  __device__ void FindFinalists(int n) {
+    const int i = static_cast<int>(threadIdx.x);
     if (i >= n) return;
     const uint64_t key = sm_.list_key[i];
     const int pair = sm_.list_pair[i];
     const PairState& s = sm_.pair[pair];
     int rank = s.range.above;
+#pragma unroll 4
     for (int j = 0; j < n; ++j) rank += sm_.list_pair[j] == pair && sm_.list_key[j] > key;
     if (rank < s.first || rank >= s.cap) return;
-    const int at = atomicAdd(&sm_.out.finalists, 1);  // any order: ranks are of the set
+    const int at = atomicAdd(&sm_.finalists, 1);  // any order: ranks are of the set
     const double score = static_cast<double>(selection::KeyScore(key)) * s.factor;
+    sm_.final_key[at] = key;
     sm_.out.final_bits[at] = static_cast<uint64_t>(__double_as_longlong(score));
     sm_.out.final_order[at] = selection::BitReverseOffset(selection::KeyOffset(key)) << 8 |
                               static_cast<uint32_t>(c_.pair0 + pair);
   }
 
-  __device__ void Publish() {
-    int base = 0, settled = 1;
-    for (int pair = 0; pair < c_.pairs; ++pair) {
-      const PairState& s = sm_.pair[pair];
-      base += Clamp(s.range.above, s);
-      if (s.range.high - s.range.low > 1) settled = 0;
+  __device__ void Publish(bool overflow) {
+    unsigned base = 0;
+    bool settled = true;
+    if (threadIdx.x < kPairs && static_cast<int>(threadIdx.x) < c_.pairs) {
+      const PairState& s = sm_.pair[threadIdx.x];
+      base = static_cast<unsigned>(Clamp(s.range.above, s));
+      settled = s.range.high - s.range.low <= 1;
     }
+    base = __reduce_add_sync(kAll, base);
+    const bool all_settled = __ballot_sync(kAll, !settled) == 0;
+    if (threadIdx.x != 0) return;
+    const unsigned n = static_cast<unsigned>(sm_.finalists);
+    overflow = overflow || n > static_cast<unsigned>(slots_);
     sm_.out.base = base;
-    sm_.out.settled = settled;
-    sm_.out.overflow = sm_.listed > kListed;
+    sm_.out.outcome = (overflow ? kOverflow : n) + (all_settled ? kSettled : 0);
   }
 
-  __device__ Outcome ReadOutcome() {
-    const int lane = threadIdx.x % 32;
-    Outcome o{};
-    if (lane < c_.ranks) {
-      o.finalists = LoadRemote(&sm_.out.finalists, lane);
-      o.base = LoadRemote(&sm_.out.base, lane);
-      o.settled = LoadRemote(&sm_.out.settled, lane);
-      o.overflow = LoadRemote(&sm_.out.overflow, lane);
+  // Takes the best `rest` finalists of the cluster; lane r knows the number of block r's. Blocks
+  // have equal shares of the threads to fetch them.
+  __device__ bool RankFinalists(int of_lane, int rest) {
+    const int rank = static_cast<int>(threadIdx.x) / slots_;
+    const int slot = static_cast<int>(threadIdx.x) % slots_;
+    const bool live = slot < __shfl_sync(kAll, of_lane, rank);
+    uint64_t bits = 0;
+    uint32_t order = 0;
+    if (live) {
+      bits = LoadRemote(&sm_.out.final_bits[slot], rank);
+      order = LoadRemote(&sm_.out.final_order[slot], rank);
     }
-    return {__reduce_add_sync(kAll, o.finalists), __reduce_add_sync(kAll, o.base),
-            __reduce_add_sync(kAll, o.settled), __reduce_add_sync(kAll, o.overflow)};
-  }
-
-  // Takes the best finalists of the cluster.
-  __device__ void RankFinalists(int base) {
-    int all = 0;
-    for (int rank = 0; rank < c_.ranks; ++rank) {
-      const int n = LoadRemote(&sm_.out.finalists, rank);
-      const int i = static_cast<int>(threadIdx.x) - all;
-      if (i >= 0 && i < n) {
-        sm_.all_bits[threadIdx.x] = LoadRemote(&sm_.out.final_bits[i], rank);
-        sm_.all_order[threadIdx.x] = LoadRemote(&sm_.out.final_order[i], rank);
-      }
-      all += n;
+    const unsigned lives = __ballot_sync(kAll, live);
+    const int lane = threadIdx.x % 32;
+    int at = 0;
+    if (lane == 0 && lives != 0) at = atomicAdd(&sm_.all, __popc(lives));
+    at = __shfl_sync(kAll, at, 0) + __popc(lives & ((1u << lane) - 1u));
+    if (live) {
+      sm_.all_bits[at] = bits;
+      sm_.all_order[at] = order;
     }
     __syncthreads();
+    RankOwn(rest);
+    __syncthreads();
+    bool found = true;
+    if (threadIdx.x < kPairs) {
+      PairState& s = sm_.pair[threadIdx.x];
+      const int above = s.range.above;
+      s.quota = Clamp(above, s) + s.taken;
+      found = above >= s.first && above <= s.cap;  // else some keys of the range are taken or left
+      if (s.taken == 0) {
+        s.threshold = static_cast<unsigned long long>(s.range.high) << selection::kOffsetBits;
+      }
+    }
+    return __syncthreads_count(!found) == 0;
+  }
+
+  __device__ void RankOwn(int rest) {
     constexpr int kTeam = 16;  // threads that share a finalist
-    const int own = sm_.out.finalists, member = threadIdx.x % kTeam;
+    const int own = sm_.finalists, all = sm_.all, member = threadIdx.x % kTeam;
+#pragma unroll 1
     for (int first = 0; first < own; first += kThreads / kTeam) {
       const int i = first + static_cast<int>(threadIdx.x) / kTeam;
       const uint64_t bits = i < own ? sm_.out.final_bits[i] : 0;
       const uint32_t order = i < own ? sm_.out.final_order[i] : 0;
       int better = 0;
+#pragma unroll 4
       for (int j = member; j < all; j += kTeam) {
         const uint64_t other = sm_.all_bits[j];
-        better += other > bits || (other == bits && sm_.all_order[j] < order);
+        const uint32_t other_order = sm_.all_order[j];
+        better += other > bits || (other == bits && other_order < order);
       }
       for (int d = kTeam / 2; d > 0; d /= 2) better += __shfl_xor_sync(kAll, better, d);
-      if (i < own && member == 0 && better < total_ - base) {
-        atomicAdd(&sm_.pair[static_cast<int>(order & 255u) - c_.pair0].taken, 1);
+      if (i < own && member == 0 && better < rest) {
+        PairState& s = sm_.pair[static_cast<int>(order & 255u) - c_.pair0];
+        atomicAdd(&s.taken, 1);
+        atomicMin(&s.threshold, static_cast<unsigned long long>(sm_.final_key[i]));
       }
     }
-    __syncthreads();
-    SetQuotas();
   }
 
-  __device__ void SetQuotas() {
-    if (static_cast<int>(threadIdx.x) < c_.pairs) {
-      PairState& s = sm_.pair[threadIdx.x];
-      s.quota = Clamp(s.range.above, s) + s.taken;
-    }
-    __syncthreads();
-  }
+  const Params& p_;
+  const Part& c_;
+  Shared& sm_;
+  int total_, slots_;
+};
 
-  // Histograms of what is left.
-  __device__ void Refine() {
-    if (threadIdx.x == 0) sm_.intact = 0;
-    if (static_cast<int>(threadIdx.x) < c_.pairs) {
-      Range& r = sm_.pair[threadIdx.x].range;
-      r.shift = BinShift(r.low, r.high);
-    }
-    ClearHistograms(c_);
-    BuildHistograms(c_, sm_);
+// Histograms of what is left.
+template <typename>
+__device__ __noinline__ void Refine(Part c, Shared& sm) {
+  if (threadIdx.x == 0) sm.intact = 0;
+  if (static_cast<int>(threadIdx.x) < c.pairs) {
+    Range& r = sm.pair[threadIdx.x].range;
+    r.shift = BinShift(r.low, r.high);
   }
+  ClearHistograms<kMaxPairs>(c.at_least, c.pairs);
+  BuildHistograms<kMaxPairs>(c, sm);
+}
 
-  // Each pair has one score left, range.low, shared by `among` keys. A block publishes which of
-  // them the budget leaves open; the cut is found by score, then reversed offset, then pair.
-  __device__ void CutTies(int base) {
+// Each pair has one score left, range.low. A block publishes which of
+// them the budget leaves open; the cut is found by score, then reversed offset, then pair.
+class TieCutter {
+ public:
+  __device__ TieCutter(const Params& p, const Part& c, Shared& sm) : p_(p), c_(c), sm_(sm) {}
+
+  __device__ void Run(int rest) {
     for (int pair = 0; pair < c_.pairs; ++pair) MapTies(pair);
     if (threadIdx.x == 0) sm_.cut_at = -1;
     ClusterSync();
     const int own = static_cast<int>(threadIdx.x);
-    if (own < c_.pairs) sm_.pair[own].taken = CutByScore(own, total_ - base);
+    if (own < c_.pairs) sm_.pair[own].taken = CutByScore(own, rest);
     __syncthreads();
     if (sm_.cut_at >= 0) {  // the cut goes through own ties
       CutByOffset();
@@ -256,9 +317,10 @@ class Cutter {
       }
     }
     __syncthreads();
-    SetQuotas();
+    SetQuotas(c_, sm_);
   }
 
+ private:
   __device__ void MapTies(int pair) {
     const PairState& s = sm_.pair[pair];
     uint32_t* map = sm_.out.ties[pair];
@@ -298,6 +360,7 @@ class Cutter {
   template <typename Body>
   __device__ void ForTied(uint64_t bits, const Body& body) {
     const int per_rank = (p_.shape.num_k_heads + c_.ranks - 1) / c_.ranks;
+#pragma unroll 1
     for (int pair = 0; pair < p_.shape.num_k_heads; ++pair) {
       const int rank = pair / per_rank, at = pair % per_rank;
       if (LoadRemote(&sm_.out.tie_bits[at], rank) == bits) body(rank, at, pair);
@@ -310,6 +373,7 @@ class Cutter {
     const uint64_t bits = sm_.out.tie_bits[own];
     const int per_rank = (p_.shape.num_k_heads + c_.ranks - 1) / c_.ranks;
     int same = 0;
+#pragma unroll 1
     for (int pair = 0; pair < p_.shape.num_k_heads; ++pair) {
       const int rank = pair / per_rank, at = pair % per_rank;
       const uint64_t theirs = LoadRemote(&sm_.out.tie_bits[at], rank);
@@ -378,8 +442,12 @@ class Cutter {
   const Params& p_;
   const Part& c_;
   Shared& sm_;
-  int total_;
 };
+
+template <typename>
+__device__ __noinline__ void CutTies(const Params& p, Part c, Shared& sm, int rest) {
+  TieCutter(p, c, sm).Run(rest);
+}
 
 }  // namespace sparsegdn::cuda::select
 

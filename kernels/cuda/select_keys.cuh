@@ -5,6 +5,7 @@
 #include "kernels/common/selection_math.h"
 #include "kernels/cuda/device_common.cuh"
 #include "kernels/cuda/gates.cuh"
+#include "kernels/cuda/plan.cuh"
 
 namespace sparsegdn::cuda::select {
 
@@ -35,26 +36,27 @@ struct Range {
 
 struct PairState {
   Range range;
-  double factor, inverse;  // n / sum z, the bits of selection::NormalisedScore; and about sum z / n
-  int valid;               // keys
-  int first, cap;          // bounds of the quota
-  int among, taken;        // keys of the range, and those of them that the cut takes
+  double factor;   // n / sum z, the bits of selection::NormalisedScore
+  double inverse;  // sum z / n
+  int valid;       // keys
+  int first, cap;  // bounds of the quota
+  int taken;       // keys of the range that the cut takes
   int quota;
   int bin, need;                 // where the quota ends, and how many of that bin it takes
   unsigned long long threshold;  // the least PairKey that is selected
 };
 
 struct PairSums {
-  unsigned low, high;  // of the scores' lower 16 bits, and of the others
-  int valid, lowest, highest;
+  unsigned low, high;  // of the scores' lower 16 bits, and of the others with 2^20 a key
+  int lowest, highest;
 };
 
 // What the other blocks of the cluster read.
 struct Published {
-  double top;  // highest normalised score
-  int first, cap;
-  int finalists, base, settled, overflow;
-  uint2 counts[2][kThreads];  // keys at or above a threshold: at least, at most
+  int first, cap;             // sums over the pairs
+  float top;                  // at least the highest normalised score
+  unsigned outcome, base;     // of a round: kFinalist.. counts, and keys surely taken
+  uint2 counts[2][kThreads];  // keys at or above a trial score: at least, at most
   uint64_t final_bits[kListed];
   uint32_t final_order[kListed];  // reversed offset, then pair
   uint64_t tie_bits[kMaxPairs];
@@ -64,11 +66,15 @@ struct Published {
 
 struct Shared {
   Published out;
+  SequenceParams sequence;
+  WindowPlace place;
+  selection::WindowLimits limits;
   PairState pair[kMaxPairs];
   PairSums sums[kMaxPairs];
   uint64_t list_key[kListed];
   int list_pair[kListed];
-  int listed;
+  int listed, finalists, all;
+  uint64_t final_key[kListed];
   uint64_t all_bits[kListed];
   uint32_t all_order[kListed];
   uint64_t short_key[kMaxPairs][kShortList];
@@ -76,6 +82,7 @@ struct Shared {
   int warp_total[kMaxPairs][kWarps];
   uint64_t partial[2][kWarps];
   uint32_t words[kMaxPairs][kWords];
+  int before[kMaxPairs][kWords];  // events before a word
   int cut_at, cut_rest;  // of ties: reversed offset (< 0: none), and how many there or in all
   uint64_t cut_bits;     // their score
   int intact;            // the histograms are still those of all keys
@@ -93,6 +100,15 @@ struct Part {
   uint32_t* at_least;  // [pairs][kBins] keys of a bin, then of it and those after it
 };
 
+// Loops over pairs run to kPairs, and side by side, where that is small: then a block may have
+// pairs without keys. kPairs = kMaxPairs stands for any number.
+template <int kPairs>
+inline constexpr int kUnrolled = kPairs == kMaxPairs ? 1 : kPairs;
+template <int kPairs>
+__device__ __forceinline__ int Loops(const Part& c) {
+  return kPairs == kMaxPairs ? c.pairs : kPairs;
+}
+
 __device__ __forceinline__ int* Scores(const Part& c, int pair) {
   return c.scores + pair * kWindow;
 }
@@ -103,6 +119,10 @@ __device__ __forceinline__ uint64_t KeyOf(const Part& c, int score, int row) {
   return selection::PairKey(score, c.shift + static_cast<uint32_t>(row));
 }
 
+__device__ __forceinline__ uint64_t Square(int score) {
+  return static_cast<uint64_t>(score) * static_cast<uint64_t>(score);
+}
+
 // Score of a row that is not free, else `free`.
 __device__ __forceinline__ int RowScore(const Part& c, int row, int free) {
   if (row >= c.w.length) return kAbsent;
@@ -110,8 +130,8 @@ __device__ __forceinline__ int RowScore(const Part& c, int row, int free) {
 }
 
 // Heads 4 r .. 4 r + 3 of rank r, in one access a token.
-__device__ __forceinline__ void LoadBetaVectors(const Params& p, const Part& c) {
-  float4 x[kEach];
+__device__ __forceinline__ void LoadBetaVectors(const Params& p, const Part& c,
+                                                float4 (&x)[kEach]) {
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int row = static_cast<int>(threadIdx.x) + i * kThreads;
@@ -119,17 +139,20 @@ __device__ __forceinline__ void LoadBetaVectors(const Params& p, const Part& c) 
     if (row < c.begin || row >= c.end) continue;
     x[i] = LoadHeads<true>(p.beta, c.w.begin + row, c.pair0 * p.ratio, p.shape.num_v_heads);
   }
+}
+__device__ __forceinline__ void StoreScores(const Params& p, const Part& c,
+                                            const float4 (&x)[kEach]) {
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int row = static_cast<int>(threadIdx.x) + i * kThreads;
     const float low = selection::CombineScores(x[i].x, x[i].y);
     const float high = selection::CombineScores(x[i].z, x[i].w);
     int* to = c.scores + row;
-    if (p.ratio == 4) {
-      to[0] = RowScore(c, row, selection::FixedScore(selection::CombineScores(low, high)));
-    } else if (p.ratio == 2) {
+    if (p.ratio == 2) {
       to[0] = RowScore(c, row, selection::FixedScore(low));
       to[kWindow] = RowScore(c, row, selection::FixedScore(high));
+    } else if (p.ratio == 4) {
+      to[0] = RowScore(c, row, selection::FixedScore(selection::CombineScores(low, high)));
     } else {
       to[0] = RowScore(c, row, selection::FixedScore(x[i].x));
       to[kWindow] = RowScore(c, row, selection::FixedScore(x[i].y));
@@ -139,11 +162,10 @@ __device__ __forceinline__ void LoadBetaVectors(const Params& p, const Part& c) 
   }
 }
 
-__device__ __forceinline__ void LoadBetas(const Params& p, const Part& c) {
-  if (c.pairs * p.ratio == 4 && p.ratio != 3 && IsVector(p.beta)) {
-    LoadBetaVectors(p, c);
-    return;
-  }
+// The same one by one, for any layout.
+template <typename = void>
+__device__ __noinline__ void LoadBetasAnyhow(const Params& p, Part c) {
+#pragma unroll 1
   for (int pair = 0; pair < c.pairs; ++pair) {
     const int h0 = (c.pair0 + pair) * p.ratio;
 #pragma unroll
@@ -174,9 +196,12 @@ __device__ __forceinline__ float WarpNorm(const Params& p, int64_t token, int he
   return selection::SqrtRn(sum);
 }
 
-__device__ __forceinline__ void LoadWriteNorms(const Params& p, const Part& c) {
+template <typename = void>
+__device__ __noinline__ void LoadWriteNorms(const Params& p, Part c) {
   const int lane = threadIdx.x % 32;
+#pragma unroll 1
   for (int row = static_cast<int>(threadIdx.x) / 32; row < kWindow; row += kWarps) {
+#pragma unroll 1
     for (int pair = 0; pair < c.pairs; ++pair) {
       float s = 0.0f;
       for (int h = 0; row >= c.begin && row < c.end && h < p.ratio; ++h) {
@@ -190,30 +215,32 @@ __device__ __forceinline__ void LoadWriteNorms(const Params& p, const Part& c) {
   }
 }
 
+__device__ __forceinline__ bool BetasInVectors(const Params& p, const Part& c) {
+  return c.pairs * p.ratio == 4 && p.ratio != 3 && IsVector(p.beta);
+}
+
 // Adds up the scores of each pair: sm.sums, complete after the caller's barrier.
+template <int kPairs>
 __device__ __forceinline__ void SumScores(const Part& c, Shared& sm) {
-  for (int pair = 0; pair < c.pairs; ++pair) {
+#pragma unroll kUnrolled < kPairs>
+  for (int pair = 0; pair < Loops<kPairs>(c); ++pair) {
     unsigned low = 0, high = 0;
-    int valid = 0, lowest = kTopScore, highest = -1;
+    int lowest = kTopScore, highest = -1;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int z = Scores(c, pair)[threadIdx.x + i * kThreads];
-      if (z < 0) continue;
-      low += static_cast<unsigned>(z) & 0xffffu;
-      high += static_cast<unsigned>(z) >> 16;
-      ++valid;
-      lowest = ::min(lowest, z);
+      low += z < 0 ? 0u : static_cast<unsigned>(z) & 0xffffu;
+      high += z < 0 ? 0u : (static_cast<unsigned>(z) >> 16) + (1u << 20);
+      lowest = z < 0 ? lowest : ::min(lowest, z);
       highest = ::max(highest, z);
     }
     low = __reduce_add_sync(kAll, low);
     high = __reduce_add_sync(kAll, high);
-    valid = __reduce_add_sync(kAll, valid);
     lowest = __reduce_min_sync(kAll, lowest);
     highest = __reduce_max_sync(kAll, highest);
     if (threadIdx.x % 32 == 0) {
       atomicAdd(&sm.sums[pair].low, low);
       atomicAdd(&sm.sums[pair].high, high);
-      atomicAdd(&sm.sums[pair].valid, valid);
       atomicMin(&sm.sums[pair].lowest, lowest);
       atomicMax(&sm.sums[pair].highest, highest);
     }
@@ -227,10 +254,12 @@ __device__ __forceinline__ int BinShift(int low, int high) {
 
 // Histograms of the pairs' ranges over cleared bins, then summed from the top, in place. Begins and
 // ends with a barrier.
+template <int kPairs>
 __device__ __forceinline__ void BuildHistograms(const Part& c, Shared& sm) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   __syncthreads();
-  for (int pair = 0; pair < c.pairs; ++pair) {
+#pragma unroll kUnrolled < kPairs>
+  for (int pair = 0; pair < Loops<kPairs>(c); ++pair) {
     const Range range = sm.pair[pair].range;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -240,21 +269,23 @@ __device__ __forceinline__ void BuildHistograms(const Part& c, Shared& sm) {
     }
   }
   __syncthreads();
-  for (int pair = 0; pair < c.pairs; ++pair) {
+#pragma unroll kUnrolled < kPairs>
+  for (int pair = 0; pair < Loops<kPairs>(c); ++pair) {
     const uint4 x = reinterpret_cast<const uint4*>(AtLeast(c, pair))[threadIdx.x];
-    int sum = static_cast<int>(x.x + x.y + x.z + x.w);
+    uint32_t sum = x.x + x.y + x.z + x.w;
+#pragma unroll
     for (int d = 1; d < 32; d *= 2) {
-      const int y = __shfl_down_sync(kAll, sum, d);
+      const uint32_t y = __shfl_down_sync(kAll, sum, d);
       if (lane + d < 32) sum += y;
     }
-    if (lane == 0) sm.warp_total[pair][warp] = sum;
-    // The sum of a thread's own bins and those after it in its warp waits in the last of them.
-    const uint32_t after = static_cast<uint32_t>(sum) - x.x;
+    if (lane == 0) sm.warp_total[pair][warp] = static_cast<int>(sum);
+    const uint32_t after = sum - x.x;
     reinterpret_cast<uint4*>(AtLeast(c, pair))[threadIdx.x] =
-        make_uint4(static_cast<uint32_t>(sum), after, after - x.y, after - x.y - x.z);
+        make_uint4(sum, after, after - x.y, after - x.y - x.z);
   }
   __syncthreads();
-  for (int pair = 0; pair < c.pairs; ++pair) {
+#pragma unroll kUnrolled < kPairs>
+  for (int pair = 0; pair < Loops<kPairs>(c); ++pair) {
     const int theirs = lane < kWarps && lane > warp ? sm.warp_total[pair][lane] : 0;
     const uint32_t later = static_cast<uint32_t>(__reduce_add_sync(kAll, theirs));
     uint4 x = reinterpret_cast<const uint4*>(AtLeast(c, pair))[threadIdx.x];
@@ -267,9 +298,11 @@ __device__ __forceinline__ void BuildHistograms(const Part& c, Shared& sm) {
   __syncthreads();
 }
 
-__device__ __forceinline__ void ClearHistograms(const Part& c) {
-  for (int pair = 0; pair < c.pairs; ++pair) {
-    reinterpret_cast<uint4*>(AtLeast(c, pair))[threadIdx.x] = make_uint4(0, 0, 0, 0);
+template <int kPairs>
+__device__ __forceinline__ void ClearHistograms(uint32_t* at_least, int pairs) {
+#pragma unroll kUnrolled < kPairs>
+  for (int pair = 0; pair < (kPairs == kMaxPairs ? pairs : kPairs); ++pair) {
+    reinterpret_cast<uint4*>(at_least + pair * kBins)[threadIdx.x] = make_uint4(0, 0, 0, 0);
   }
 }
 
