@@ -14,6 +14,17 @@ namespace sparsegdn::cuda {
 namespace fused {
 namespace {
 
+template <typename T, bool kNorm, bool kDirect>
+__device__ __forceinline__ void RunOutputs(const Params& p, const TileMaps& maps, Shared& sm) {
+  if (sm.job.self_term != 0) {
+    OutputSide<T, true, kNorm, kDirect> side(p, maps, sm);
+    side.Run();
+  } else {
+    OutputSide<T, false, kNorm, kDirect> side(p, maps, sm);
+    side.Run();
+  }
+}
+
 template <typename T, bool kNorm>
 __global__ void __launch_bounds__(kThreads, 1)
     FusedKernel(const __grid_constant__ Params p, const __grid_constant__ TileMaps maps) {
@@ -27,12 +38,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     reinterpret_cast<int*>(&sm.job)[threadIdx.x] = job[threadIdx.x];
   if (threadIdx.x == 0) {
     BarrierInit(&sm.inverse_full, 1);
+    BarrierInit(&sm.inverse_read, kStateThreads / 32);
     for (int i = 0; i < 2; ++i) {
       BarrierInit(&sm.state_full[i], kStateThreads / 32);
       BarrierInit(&sm.u_full[i], kStateThreads / 32);
       BarrierInit(&sm.group_done[i], kOutputThreads / 32);
-      BarrierInit(&sm.queries_full[i], 1);
-      BarrierInit(&sm.values_full[i], 1);
+      BarrierInit(&sm.queries_full[i], 2);
+      for (uint64_t& full : sm.values_full[i]) BarrierInit(&full, 1);
     }
     // The copy engine must see the barriers.
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -42,12 +54,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x < kStateThreads) {
     StateSide<T> side(p, sm);
     side.Run();
-  } else if (sm.job.self_term != 0) {
-    OutputSide<T, true, kNorm> side(p, maps, sm);
-    side.Run();
+  } else if (p.o.dtype == p.q.dtype) {
+    RunOutputs<T, kNorm, false>(p, maps, sm);
   } else {
-    OutputSide<T, false, kNorm> side(p, maps, sm);
-    side.Run();
+    RunOutputs<T, kNorm, true>(p, maps, sm);
   }
 #endif
 }
@@ -65,18 +75,18 @@ EncodeTiled FindEncoder() {
 }
 
 bool EncodeMap(EncodeTiled encode, const ConstTensorRef& x, int64_t tokens, int64_t heads,
-               CUtensorMap* map) {
-  const cuuint64_t dims[3] = {kDim, static_cast<cuuint64_t>(heads),
-                              static_cast<cuuint64_t>(tokens)};
+               int box_tokens, CUtensorMap* map) {
+  const cuuint64_t dims[4] = {kDim / 2, static_cast<cuuint64_t>(heads),
+                              static_cast<cuuint64_t>(tokens), 2};
   // The stride of a dimension of one is never used, but must be legal.
-  const cuuint64_t strides[2] = {
+  const cuuint64_t strides[3] = {
       heads > 1 ? static_cast<cuuint64_t>(x.head_stride) * 2 : kDim * 2,
-      tokens > 1 ? static_cast<cuuint64_t>(x.token_stride) * 2 : kDim * 2};
-  const cuuint32_t box[3] = {64, 1, kTile};
-  const cuuint32_t steps[3] = {1, 1, 1};
+      tokens > 1 ? static_cast<cuuint64_t>(x.token_stride) * 2 : kDim * 2, kDim};
+  const cuuint32_t box[4] = {kDim / 2, 1, static_cast<cuuint32_t>(box_tokens), 2};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
   const CUtensorMapDataType type =
       x.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  return encode(map, type, 3, const_cast<void*>(x.data), dims, strides, box, steps,
+  return encode(map, type, 4, const_cast<void*>(x.data), dims, strides, box, steps,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
@@ -88,28 +98,29 @@ cudaError_t Launch(const Params& p, cudaStream_t stream) {
   static const EncodeTiled encode = FindEncoder();
   if (encode == nullptr) return cudaErrorNotSupported;
   TileMaps maps{};
-  if (p.num_tokens > 0 && !(EncodeMap(encode, p.q, p.num_tokens, p.shape.num_k_heads, &maps.q) &&
-                            EncodeMap(encode, p.k, p.num_tokens, p.shape.num_k_heads, &maps.k) &&
-                            EncodeMap(encode, p.v, p.num_tokens, p.shape.num_v_heads, &maps.v))) {
+  const int64_t tokens = p.num_tokens, hk = p.shape.num_k_heads, hv = p.shape.num_v_heads;
+  if (tokens > 0 && !(EncodeMap(encode, p.q, tokens, hk, kTile, &maps.q) &&
+                      EncodeMap(encode, p.k, tokens, hk, kTile, &maps.k) &&
+                      EncodeMap(encode, p.v, tokens, hv, kWarpRows, &maps.v) &&
+                      EncodeMap(encode, p.v, tokens, hv, kTile, &maps.v_tile))) {
     return cudaErrorInvalidValue;
   }
   const ConstTensorRef o{p.o.data, p.o.dtype, p.o.token_stride, p.o.head_stride};
-  if (p.num_tokens > 0 && o.dtype == p.q.dtype &&
-      !EncodeMap(encode, o, p.num_tokens, p.shape.num_v_heads, &maps.o)) {
+  if (tokens > 0 && o.dtype == p.q.dtype && !EncodeMap(encode, o, tokens, hv, kWarpRows, &maps.o)) {
     return cudaErrorInvalidValue;
   }
   const auto kernel = p.normalize_qk ? FusedKernel<T, true> : FusedKernel<T, false>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  const int64_t blocks = p.ws.segments * p.shape.num_v_heads;
+  const int64_t blocks = p.ws.segments * hv;
   return LaunchKernel(kernel, {static_cast<unsigned>(blocks), kThreads, kBytes}, true, stream, p,
                       maps);
 }
 
 bool Aligned16(const void* data, int64_t token_stride, int64_t head_stride) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && token_stride % 8 == 0 &&
-         head_stride % 8 == 0;
+         head_stride % 8 == 0 && token_stride >= 0 && token_stride < (int64_t{1} << 30);
 }
 
 }  // namespace

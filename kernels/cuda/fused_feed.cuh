@@ -17,8 +17,8 @@ class StateFeed {
       : p_(p), sm_(sm), job_(sm.job) {}
 
   // Read anew where they are needed: what the optimiser derives from them would fill the registers.
-  static __device__ __forceinline__ int Thread() {
-    int x;
+  static __device__ __forceinline__ unsigned Thread() {
+    unsigned x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x;
   }
@@ -33,7 +33,7 @@ class StateFeed {
   };
 
   __device__ __forceinline__ void FetchRows(int n, Fetched* f) const {
-    const int tid = Thread();
+    const unsigned tid = Thread();
     if (tid > 65) return;
     const Cursor& c = sm_.cursor[n % 2];
     if (tid < 64) {
@@ -47,7 +47,7 @@ class StateFeed {
     }
   }
   __device__ __forceinline__ void PutRows(int n, const Fetched& f) {
-    const int tid = Thread();
+    const unsigned tid = Thread();
     Rows& rows = sm_.rows[n % 4];
     if (tid < 64) rows.token[tid] = f.row;
     if (tid == 64) {
@@ -59,16 +59,15 @@ class StateFeed {
   }
   // The cursor of the group after the one in slot n % 2, in the other slot.
   __device__ __forceinline__ void MoveCursor(int n) {
-    const int tid = Thread();
-    if (tid != 0) return;
+    if (Thread() != kStateThreads - 32) return;  // its warp fetches neither rows nor factors
     Cursor c = sm_.cursor[n % 2];
     NextGroup(job_, &c);
     sm_.cursor[(n + 1) % 2] = c;
   }
 
   __device__ __forceinline__ void FetchFactors(int n, Fetched* f) const {
-    const int tid = Thread() - 128;  // not the warps of FetchRows
-    if (tid < 0 || tid >= 64) return;
+    const unsigned tid = Thread() - 128;  // not the warps of FetchRows
+    if (tid >= 64) return;
     const Rows& rows = sm_.rows[n % 4];
     const int row = rows.token[tid];
     const bool none = row == kNoToken;
@@ -80,8 +79,8 @@ class StateFeed {
     if (!none && p_.normalize_qk) f->norm = p_.ws.k_norm[job_.pair * p_.num_tokens + row];
   }
   __device__ __forceinline__ void PutFactors(int n, const Fetched& fetched) {
-    const int tid = Thread() - 128;
-    if (tid < 0 || tid >= 64) return;
+    const unsigned tid = Thread() - 128;
+    if (tid >= 64) return;
     Factors& f = sm_.factors[n % 2];
     const int token = sm_.rows[n % 4].token[tid];
     const bool scaled = fetched.before.x - fetched.after.x <= kScaledFrameLog2<T>;
@@ -109,23 +108,24 @@ class StateFeed {
   }
 
   __device__ __forceinline__ void CopyKeys(int n) {
-    const int tid = Thread();
-    const Rows& rows = sm_.rows[n % 4];
-    const T* from = static_cast<const T*>(p_.k.data) + job_.pair * p_.k.head_stride;
-    const uint32_t to = HiddenAddress(sm_.key[n % 3]);
+    const unsigned tid = Thread(), piece = tid % 16;
+    const int* tokens = sm_.rows[n % 4].token + tid / 16;
+    const T* from = static_cast<const T*>(job_.keys) + piece * 8;
+    const uint32_t to =
+        HiddenAddress(sm_.key[n % 3]) + piece / 8 * kPanel + PanelOffset(tid / 16, piece % 8 * 8);
+    int token[4];  // all of them first: a copy would hold the next load back
+#pragma unroll
+    for (int i = 0; i < 4; ++i) token[i] = tokens[16 * i];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = tid / 16 + 16 * i, piece = tid % 16;
-      const int token = rows.token[row];
-      const bool live = token != kNoToken;
-      CopyAsync16(to + piece / 8 * kPanel + PanelOffset(row, piece % 8 * 8),
-                  from + (live ? token * p_.k.token_stride : 0) + piece * 8, live);
+      const bool live = token[i] != kNoToken;
+      CopyAsync16(to + i * (16 * 128), RowOf(from, live ? token[i] : 0, p_.k), live);
     }
   }
 
   // A warp's part of V, [64 tokens, 16 of Dv], stands in the 2 KB that its rows of U^T take later.
   __device__ __forceinline__ uint32_t OwnPart(int n) const {
-    const int tid = Thread();
+    const unsigned tid = Thread();
     return HiddenAddress(sm_.u[n % 2]) + tid / 32 * (16 * 128);
   }
   // Of 32 bytes a token, 16 for each half; the swizzle keeps ldmatrix free of bank conflicts.
@@ -133,19 +133,18 @@ class StateFeed {
     return token * 32 + ((half ^ (token >> 2 & 1)) << 4);
   }
   __device__ __forceinline__ void CopyValues(int n) {
-    const int tid = Thread();
-    const Rows& rows = sm_.rows[n % 4];
-    const int lane = tid % 32;
-    const T* from = static_cast<const T*>(p_.v.data) + job_.head * p_.v.head_stride +
-                    tid / 32 * 16 + lane % 2 * 8;
-    const uint32_t to = OwnPart(n);
+    const unsigned tid = Thread();
+    const unsigned lane = tid % 32;
+    const int* tokens = sm_.rows[n % 4].token + lane / 2;
+    const T* from = static_cast<const T*>(job_.values) + tid / 32 * 16 + lane % 2 * 8;
+    const uint32_t to = OwnPart(n) + ValueOffset(lane / 2, lane % 2);
+    int token[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) token[i] = tokens[16 * i];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = lane / 2 + 16 * i;
-      const int token = rows.token[row];
-      const bool live = token != kNoToken;
-      CopyAsync16(to + ValueOffset(row, lane % 2), from + (live ? token * p_.v.token_stride : 0),
-                  live);
+      const bool live = token[i] != kNoToken;
+      CopyAsync16(to + i * (16 * 32), RowOf(from, live ? token[i] : 0, p_.v), live);
     }
   }
 
@@ -153,13 +152,15 @@ class StateFeed {
     const int64_t at = job_.head * p_.ws.inverse_slots + sm_.rows[n % 4].slot;
     return static_cast<const uint8_t*>(p_.ws.inverses) + at * kPanel;
   }
-  // Starts the copy of group n's T; every warp of both warpgroups has read the one before.
+  // Starts the copy of group n's T once all warps have read the one before (thread 0 alone).
   __device__ __forceinline__ void FetchInverse(int n) {
-    const int tid = Thread();
-    if (tid != 0) return;
+    if (Thread() != 0) return;
+    if (n > 0) BarrierWait(&sm_.inverse_read, (n - 1) & 1);
     BarrierExpect(&sm_.inverse_full, kPanel);
     CopyBytes(SharedAddress(sm_.inverse), Inverse(n), kPanel, &sm_.inverse_full);
-    if (n + 1 < job_.groups) PrefetchBytes(Inverse(n + 1), kPanel);
+  }
+  __device__ __forceinline__ void PrefetchInverse(int n) const {
+    if (Thread() == 0) PrefetchBytes(Inverse(n), kPanel);
   }
 
   const Params& p_;

@@ -44,8 +44,9 @@ __device__ __forceinline__ double GateSumBefore(const Job& job, const Cursor& c,
 }
 
 // Sets where the state side begins: the latest group from whose start the decay to the first own
-// group is at most 2^-kWarmupLog2, else the sequence's start. A lane looks at one group of a
-// window.
+// group is at most 2^-kWarmupLog2, else, or if that saves less than half of the way, the sequence's
+// start. A lane looks at one group of a window.
+template <typename T>
 __device__ inline void FindWarmup(GroupPlace own, Job* job) {
   const int lane = threadIdx.x % 32;
   Cursor c;
@@ -56,11 +57,12 @@ __device__ inline void FindWarmup(GroupPlace own, Job* job) {
     bool enough = false;
     if (lane < candidates) {
       const double before = GateSumBefore(*job, c, GroupBegin(*job, c, lane));
-      enough = sum - before <= -kWarmupLog2;
+      enough = sum - before <= -kWarmupLog2<T>;
     }
     const unsigned found = __ballot_sync(0xffffffffu, enough);
     if (found != 0) {
       const int group = 31 - __clz(found);
+      if (2 * (passed + candidates - group) > job->first_own) break;  // not worth its check
       job->start_window = c.window;
       job->start_group = group;
       job->warm_groups = passed + candidates - group;
@@ -74,11 +76,12 @@ __device__ inline void FindWarmup(GroupPlace own, Job* job) {
     candidates = c.groups;
   }
   job->start_window = job->start_group = 0;
-  job->warm_groups = passed;
+  job->warm_groups = job->first_own;
   job->from_start = 1;
 }
 
 // Fills job `index`, segment by segment and head by head (one warp); false where there is none.
+template <typename T>
 __device__ inline bool PlanSegment(const Params& p, int64_t index, Job* job) {
   const int segment_index = static_cast<int>(index / p.shape.num_v_heads);
   if (segment_index >= p.ws.segment_offset[p.num_seqs]) return false;
@@ -104,7 +107,7 @@ __device__ inline bool PlanSegment(const Params& p, int64_t index, Job* job) {
     EnterWindow(j, at.window, &c);
     j.end_row = GroupBegin(j, c, at.group);
   }
-  if (j.groups > 0 && j.first_own > 0) FindWarmup(LocateGroup(j, j.first_own), &j);
+  if (j.groups > 0 && j.first_own > 0) FindWarmup<T>(LocateGroup(j, j.first_own), &j);
   j.groups += j.warm_groups;
   j.active = 1;
   *job = j;
@@ -159,7 +162,7 @@ __device__ inline bool WarmupNormsHold(const Params& p, const Job& job) {
 template <typename T>
 __device__ inline void PlanJob(const Params& p, int64_t index, Job* job) {
   const int lane = threadIdx.x % 32;
-  const bool work = PlanSegment(p, index, job);
+  const bool work = PlanSegment<T>(p, index, job);
   if (!work && lane == 0) *job = Job{};
   __syncwarp();
   if (work && !WarmupNormsHold<T>(p, *job) && lane == 0) {  // no bound: from the sequence's start

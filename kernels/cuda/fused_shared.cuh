@@ -14,13 +14,16 @@ inline constexpr int kStateThreads = 256;   // two warpgroups, 64 columns of the
 inline constexpr int kOutputThreads = 256;  // two warpgroups, a tile of 64 tokens each
 inline constexpr int kThreads = kStateThreads + kOutputThreads;
 inline constexpr int kTile = 64;                // tokens
+inline constexpr int kWarpRows = 16;            // of them a warp's share
 inline constexpr int kPanel = 64 * 128;         // bytes of a panel of 64 rows
 inline constexpr int kStatePanel = kDim * 128;  // bytes of a panel of 128 rows
 inline constexpr int kNoToken = 0x7fffffff;
-// A segment may start from zero where the decay since is 2^-24 or less: then the state it drops,
-// multiplied by factors of norm <= 1 (beta |k|^2 <= 2) and by that decay, is below half an ulp of
-// fp32 relative to its own norm.
-inline constexpr double kWarmupLog2 = 24.0;
+// A segment may start from zero where the decay since is 2^-kWarmupLog2 or less: then the state it
+// drops, multiplied by factors of norm <= 1 (beta |k|^2 <= 2) and by that decay, is below 1/128 of
+// the rounding step of its largest element in the 16-bit type, in which every group reads the
+// state.
+template <typename T>
+inline constexpr double kWarmupLog2 = std::is_same_v<T, __half> ? 19.0 : 16.0;
 
 // A group may run in the frame u'' = e^{-G} u (G from the group's start) while e^{-G} stays this
 // far inside the range of the 16-bit type. Then no product of pairs of tokens needs an exponential:
@@ -34,10 +37,10 @@ inline constexpr float kScaledFrameLog2 = std::is_same_v<T, __half> ? 8.0f : 96.
 inline constexpr int kBarrierState = 1;
 inline constexpr int kBarrierGroup0 = 2;
 
-// How the copy engine sees q, k, v and o: [num_tokens, heads, 128] in boxes of 64 tokens, one head
-// and 64 elements.
+// How the copy engine sees q, k, v and o: [2, num_tokens, heads, 64], the first dimension the
+// halves of a head's elements, in boxes of one head and kTile (q, k) or kWarpRows (v, o) tokens.
 struct TileMaps {
-  CUtensorMap q, k, v, o;
+  CUtensorMap q, k, v, o, v_tile;  // v_tile: v in boxes of kTile tokens
 };
 
 // What both sides read of a group while it is current. Two slots. Gate sums are high + low parts in
@@ -74,7 +77,7 @@ struct Rows {
 struct Job {
   int seq, head, pair;
   int row0, length;  // of the sequence in the pack
-  int64_t first_position;
+  int64_t first_position, snapshot_every;
   int window0;  // index of the sequence's first window among all windows
   int windows;
   int dense, self_term, adjacent, cut64;  // cut64: dense groups end at multiples of 64
@@ -87,11 +90,24 @@ struct Job {
   int active;                     // there is such a segment
   const float2* gate_sum;         // of the head, by row of the pack
   const float* beta;
+  const void *keys, *values;    // of the pair and of the head, from row 0 of the pack on
   const uint16_t* event_rows;   // of the pair, by row of the pack
   const int32_t* event_counts;  // of the pair, by window of the sequence
 };
 
 static_assert(sizeof(Job) % 4 == 0 && sizeof(Job) <= kJobBytes);
+
+// Row `token` of a tensor of 16-bit elements, whose strides FusedSupports keeps below 2^31 bytes.
+template <typename T>
+__device__ __forceinline__ const T* RowOf(const T* row0, int token, const ConstTensorRef& x) {
+  const uint64_t bytes = uint64_t{static_cast<uint32_t>(token)} *
+                         static_cast<uint32_t>(static_cast<uint32_t>(x.token_stride) * 2);
+  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(row0) + bytes);
+}
+
+__device__ __forceinline__ const void* HeadStart(const ConstTensorRef& x, int head) {
+  return static_cast<const uint16_t*>(x.data) + head * x.head_stride;
+}
 
 // What both kernels know of a sequence: everything of the job but its segment.
 __device__ __forceinline__ void FillJob(const Params& p, int seq, int head, Job* j) {
@@ -105,11 +121,14 @@ __device__ __forceinline__ void FillJob(const Params& p, int seq, int head, Job*
   j->window0 = p.ws.window_offset[seq];
   j->windows = p.ws.window_offset[seq + 1] - j->window0;
   j->dense = IsDense(p, seq);
+  j->snapshot_every = s.snapshot_every;
   j->cut64 = j->dense && s.snapshot_every > 0;
   j->self_term = !j->dense && s.budget.local == LocalTerm::kSelf;
   j->adjacent = s.budget.solver == Solver::kBlockAdjacent;
   j->gate_sum = p.ws.gate_sum + head * p.num_tokens;
   j->beta = p.ws.beta + head * p.num_tokens;
+  j->keys = HeadStart(p.k, j->pair);
+  j->values = HeadStart(p.v, head);
   j->event_rows = p.ws.events + j->pair * p.num_tokens;
   j->event_counts = p.ws.event_count + j->pair * p.ws.windows + j->window0;
 }
@@ -135,8 +154,9 @@ struct __align__(1024) Shared {
   // Of the own group m in slot m % 2: S_B, keys and factors are there; U is; all outputs are
   // formed.
   uint64_t state_full[2], u_full[2], group_done[2];
-  uint64_t inverse_full;
-  uint64_t queries_full[2], values_full[2];  // of an output warpgroup's tile
+  uint64_t inverse_full, inverse_read;  // T is there; every warp has read it
+  uint64_t queries_full[2];             // of an output warpgroup's tile
+  uint64_t values_full[2][4];           // of a warp's rows of it
 };
 static_assert(sizeof(Shared) <= 232448, "one block of Hopper's shared memory");
 

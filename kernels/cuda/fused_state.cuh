@@ -30,6 +30,7 @@ class StateSide : private StateFeed<T> {
   using Base::MoveCursor;
   using Base::OwnPart;
   using Base::p_;
+  using Base::PrefetchInverse;
   using Base::PutFactors;
   using Base::PutRows;
   using Base::sm_;
@@ -54,10 +55,10 @@ class StateSide : private StateFeed<T> {
 
  private:
   // This thread's first cell of a 128-row, in 64-row halves: row of Dv, and column.
-  static __device__ __forceinline__ int Row(int thread) {
+  static __device__ __forceinline__ int Row(unsigned thread) {
     return thread / 32 * 16 + thread % 32 / 4;
   }
-  static __device__ __forceinline__ int Column(int thread) { return 2 * (thread % 4); }
+  static __device__ __forceinline__ int Column(unsigned thread) { return 2 * (thread % 4); }
 
   __device__ __forceinline__ void LoadState() {
     ReadState(p_, job_, Row(Thread()), Column(Thread()), s_);
@@ -90,7 +91,7 @@ class StateSide : private StateFeed<T> {
 
   // Rows of the first two groups; keys, values and factors of the first.
   __device__ __forceinline__ void Prologue() {
-    const int tid = Thread();
+    const unsigned tid = Thread();
     if (tid == 0) {
       Cursor c;
       EnterWindow(job_, job_.start_window, &c);
@@ -109,31 +110,41 @@ class StateSide : private StateFeed<T> {
     CopyValues(0);
     CopyCommit();
     FetchFactors(0, &fetched_);
+    FetchInverse(0);
   }
 
+  // Where the warp's rows of a panel of 128 rows are stored from, four matrices of 8 x 8 at a time:
+  // 16 columns, the next ones at ^ 32, ^ 64 and ^ 96.
+  static __device__ __forceinline__ uint32_t MatrixBase(const void* panel) {
+    const unsigned tid = Thread();
+    return HiddenAddress(panel) + PanelOffset(tid / 32 * 16 + tid % 16, tid / 16 % 2 * 8);
+  }
   // S^T to shared memory in 16 bits.
   __device__ __forceinline__ void StoreStart(int n) {
-    const int tid = Thread();
-    const uint32_t base = CellBase(sm_.state[n % 2][0], Row(tid), Column(tid));
+    const uint32_t base = MatrixBase(sm_.state[n % 2][0]);
 #pragma unroll
-    for (int i = 0; i < 64; i += 2) {
-      StoreCell((base ^ (i % 32 / 4 << 4)) + i / 32 * kStatePanel + i / 2 % 2 * 1024,
-                Pack<T>(s_[i], s_[i + 1]));
+    for (int i = 0; i < 64; i += 8) {
+      const uint32_t words[4] = {Pack<T>(s_[i], s_[i + 1]), Pack<T>(s_[i + 2], s_[i + 3]),
+                                 Pack<T>(s_[i + 4], s_[i + 5]), Pack<T>(s_[i + 6], s_[i + 7])};
+      StoreMatrices((base ^ (i % 32 / 8 << 5)) + i / 32 * kStatePanel, words);
     }
   }
 
-  // acc = (K S)^T.
+  // acc = (K S)^T; meanwhile the keys of the next group are called.
   __device__ __forceinline__ void ApplyState(int n, float (&acc)[32]) {
-    const uint32_t keys = UniformAddress(sm_.key[n % 3]);
-    const uint32_t state = UniformAddress(sm_.state[n % 2][0] + Thread() / 128 * (64 * 128));
+    const uint32_t keys = PanelOperand(UniformAddress(sm_.key[n % 3]));
+    const uint32_t state =
+        PanelOperand(UniformAddress(sm_.state[n % 2][0] + Thread() / 128 * (64 * 128)));
     FenceRegisters(acc);
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      WgmmaN64<T, 0, 0>(acc, PanelDescriptor(state + k / 4 * kStatePanel + k % 4 * kStepK),
-                        PanelDescriptor(keys + k / 4 * kPanel + k % 4 * kStepK), k > 0);
+      WgmmaN64<T, 0, 0>(acc, OperandAt(state, k / 4 * kStatePanel + k % 4 * kStepK),
+                        OperandAt(keys, k / 4 * kPanel + k % 4 * kStepK), k > 0);
     }
     WgmmaCommit();
+    if (n + 1 < job_.groups) CopyKeys(n + 1);
+    CopyCommit();
     CopyWait<1>();  // V of this group; the keys of the next may still be under way
     __syncwarp();
     WgmmaWait<0>();
@@ -142,13 +153,13 @@ class StateSide : private StateFeed<T> {
 
   // W^T as an A operand, from V and (K S)^T.
   __device__ __forceinline__ void FormW(int n, const float (&acc)[32], uint32_t (&w)[4][4]) {
-    const int tid = Thread();
+    const unsigned tid = Thread();
     const uint32_t of_values = HiddenAddress(sm_.factors[n % 2].of_value) + 4 * Column(tid);
     constexpr int kToState = offsetof(Factors, of_state) - offsetof(Factors, of_value);
-    const int lane = tid % 32;
+    const unsigned lane = tid % 32;
     const uint32_t values = OwnPart(n) + ValueOffset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    for (int k = 3; k >= 0; --k) {  // in this order w may take the place of acc
       uint32_t v[4];
       LoadTransposed(v, values + k * 16 * 32);
 #pragma unroll
@@ -168,36 +179,50 @@ class StateSide : private StateFeed<T> {
     }
   }
 
-  // 32 events of U^T = W^T T^T: T is lower triangular, so the first half of them needs half of W.
+  // Starts 32 events of U^T = W^T T^T: T is lower triangular, so the first half needs half of W.
   template <int kPart>
-  __device__ __forceinline__ void Solve(const uint32_t (&w)[4][4], float (&acc)[16]) {
-    const uint32_t inverse = UniformAddress(sm_.inverse) + kPart * 32 * 128;
-    FenceRegisters(acc);
-    WgmmaFence();
+  __device__ __forceinline__ void Solve(uint32_t inverse, const uint32_t (&w)[4][4],
+                                        float (&acc)[16]) {
 #pragma unroll
     for (int k = 0; k < 2 + 2 * kPart; ++k) {
-      WgmmaN32A<T, 0>(acc, w[k], PanelDescriptor(inverse + k * kStepK), k > 0);
+      WgmmaN32A<T, 0>(acc, w[k], OperandAt(inverse, kPart * 32 * 128 + k * kStepK), k > 0);
     }
     WgmmaCommit();
-    WgmmaWait<0>();
-    FenceRegisters(acc);
   }
 
   // U^T to shared memory for the output side, and as an A operand for the update.
   template <int kPart>
-  __device__ __forceinline__ void StoreU(int n, const float (&acc)[16], uint32_t (&u)[4][4]) {
-    const int tid = Thread();
-    const uint32_t base = CellBase(sm_.u[n % 2], Row(tid), Column(tid));
+  __device__ __forceinline__ void StoreU(uint32_t base, const float (&acc)[16],
+                                         uint32_t (&u)[4][4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int j = 4 * kPart + i;
+    for (int i = 0; i < 2; ++i) {
+      uint32_t(&words)[4] = u[2 * kPart + i];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t word = Pack<T>(acc[4 * i + 2 * half], acc[4 * i + 2 * half + 1]);
-        StoreCell((base ^ (j << 4)) + half * 1024, word);
-        u[j / 2][j % 2 * 2 + half] = word;
+      for (int cell = 0; cell < 4; ++cell) {
+        words[cell] = Pack<T>(acc[8 * i + 2 * cell], acc[8 * i + 2 * cell + 1]);
       }
+      StoreMatrices(base ^ ((2 * kPart + i) << 5), words);
     }
+  }
+
+  __device__ __forceinline__ void FormU(int n, const uint32_t (&w)[4][4], uint32_t (&u)[4][4]) {
+    const uint32_t inverse = PanelOperand(UniformAddress(sm_.inverse));
+    const uint32_t base = MatrixBase(sm_.u[n % 2]);
+    BarrierWait(&sm_.inverse_full, n & 1);
+    float acc[16];
+    FenceRegisters(acc);
+    WgmmaFence();
+    Solve<1>(inverse, w, acc);  // first, so that half of W is spent before U needs registers
+    WgmmaWait<0>();
+    FenceRegisters(acc);
+    StoreU<1>(base, acc, u);
+    FenceRegisters(acc);
+    WgmmaFence();
+    Solve<0>(inverse, w, acc);
+    WgmmaWait<0>();
+    FenceRegisters(acc);
+    BarrierArriveWarp(&sm_.inverse_read);
+    StoreU<0>(base, acc, u);
   }
   // Out of the scaled frame the update takes U decayed to the group's end.
   __device__ __forceinline__ void DecayU(int n, uint32_t (&u)[4][4]) {
@@ -219,38 +244,39 @@ class StateSide : private StateFeed<T> {
     for (int i = 0; i < 64; ++i) s_[i] *= decay;
     FenceRegisters(s_);
   }
+  // The state after group n; meanwhile what the next groups need is called.
   __device__ __forceinline__ void UpdateState(int n, uint32_t (&u)[4][4]) {
     const Factors& f = sm_.factors[n % 2];
-    const float decay = f.decay;
-    const bool scaled = f.scaled != 0;
-    const uint32_t keys = UniformAddress(sm_.key[n % 3]);
+    const uint32_t keys = PanelOperand(UniformAddress(sm_.key[n % 3]), kPanel);
     if ((f.writes[0] | f.writes[1]) == 0) {  // nothing is written: -0 stays -0
-      DecayState(decay);
+      FetchNext(n);
+      DecayState(f.decay);
       return;
     }
-    if (!scaled) {
+    if (f.scaled == 0) {
       DecayU(n, u);
-      DecayState(decay);
+      DecayState(f.decay);
     }
     FenceRegisters(s_);
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      WgmmaN128A<T, 1>(s_, u[k], PanelDescriptor(keys + k * kStepKTransposed, kPanel), 1);
+      WgmmaN128A<T, 1>(s_, u[k], OperandAt(keys, k * kStepKTransposed), 1);
     }
     WgmmaCommit();
+    FetchNext(n);
     WgmmaWait<0>();
     FenceRegisters(s_);
-    if (scaled) DecayState(decay);
+    if (f.scaled != 0) DecayState(f.decay);
   }
 
   __device__ __forceinline__ void TakeSnapshot(int n) {
-    const SequenceParams& s = p_.sequences[job_.seq];
-    if (s.snapshot_every <= 0) return;
+    const int64_t every = job_.snapshot_every;
+    if (every <= 0) return;
     const int64_t position = job_.first_position + (sm_.rows[n % 4].end - job_.row0);
-    if (position % s.snapshot_every != 0) return;
-    const int64_t index = position / s.snapshot_every - job_.first_position / s.snapshot_every - 1;
-    StoreState(p_.snapshots, s.snapshot_index + index);
+    if (position % every != 0) return;
+    const int64_t index = position / every - job_.first_position / every - 1;
+    StoreState(p_.snapshots, p_.sequences[job_.seq].snapshot_index + index);
   }
 
   // All outputs of group n are formed: its slots are free.
@@ -259,46 +285,41 @@ class StateSide : private StateFeed<T> {
     if (m >= 0) BarrierWait(&sm_.group_done[m & 1], m / 2 & 1);
   }
 
+  // Starts the loads of group n + 1's factors and values and of group n + 2's rows.
+  __device__ __forceinline__ void FetchNext(int n) {
+    fetched_ = {};  // defined on every path, or it would occupy registers all the time
+    if (n + 1 < job_.groups) {
+      FetchFactors(n + 1, &fetched_);
+      if (n + 2 < job_.groups) {
+        FetchRows(n, &fetched_);
+        MoveCursor(n);
+      }
+      FetchInverse(n + 1);
+      AwaitOutputs(n - 1);
+      CopyValues(n + 1);
+    }
+    CopyCommit();
+  }
+
   // The serial chain of group n, whose keys, factors and S_B are in place and whose values and T
   // are under way. Of the output side it needs to be past group n - 1 only before those of n + 1
   // take their place.
   __device__ __forceinline__ void Advance(int n) {
-    const bool more = n + 1 < job_.groups;
-    if (more) CopyKeys(n + 1);
-    CopyCommit();
     uint32_t w[4][4], u[4][4];
     {
       float acc[32];
       ApplyState(n, acc);
       FormW(n, acc, w);
     }
-    BarrierWait(&sm_.inverse_full, n & 1);
-    {
-      float acc[16];
-      Solve<1>(w, acc);  // first, so that half of W is spent before U needs registers
-      StoreU<1>(n, acc, u);
-      Solve<0>(w, acc);
-      StoreU<0>(n, acc, u);
-    }
+    FormU(n, w, u);
     ProxyFence();
     const int m = n - job_.warm_groups;
     if (m >= 0) BarrierArriveWarp(&sm_.u_full[m & 1]);
-    fetched_ = {};  // defined on every path, or it would occupy registers all the time
-    if (more) {
-      FetchFactors(n + 1, &fetched_);
-      if (n + 2 < job_.groups) {
-        FetchRows(n, &fetched_);
-        MoveCursor(n);
-      }
-      AwaitOutputs(n - 1);
-      CopyValues(n + 1);
-    }
-    CopyCommit();
     UpdateState(n, u);
     if (m >= 0) TakeSnapshot(n);
   }
 
-  // Publishes S_B, keys and factors of group n and starts the copy of its T.
+  // Publishes S_B, keys and factors of group n.
   __device__ __forceinline__ void Begin(int n) {
     PutFactors(n, fetched_);
     if (n > 0 && n + 1 < job_.groups) PutRows(n + 1, fetched_);
@@ -308,7 +329,7 @@ class StateSide : private StateFeed<T> {
     StateBarrier();
     const int m = n - job_.warm_groups;
     if (m >= 0) BarrierArriveWarp(&sm_.state_full[m & 1]);
-    FetchInverse(n);
+    if (n + 1 < job_.groups) PrefetchInverse(n + 1);
   }
 
   typename Base::Fetched fetched_;

@@ -83,6 +83,17 @@ __device__ __forceinline__ uint64_t PanelDescriptor(uint32_t address, uint32_t p
          static_cast<uint64_t>(panel_stride >> 4) << 16 | static_cast<uint64_t>(1024 >> 4) << 32 |
          uint64_t{1} << 62;
 }
+// The same in two parts, for a walk: only the lower half changes, by a constant a step. Addresses
+// of shared memory are below 2^18.
+__device__ __forceinline__ uint32_t PanelOperand(uint32_t address, uint32_t panel_stride = 16) {
+  return address >> 4 | panel_stride >> 4 << 16;
+}
+__device__ __forceinline__ uint64_t OperandAt(uint32_t operand, uint32_t offset) {
+  constexpr uint32_t kUpper = uint32_t{1} << 30 | 1024 >> 4;
+  uint64_t x;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(x) : "r"(operand + (offset >> 4)), "n"(kUpper));
+  return x;
+}
 // Step of 16 along K: 32 bytes within a row, or 16 rows of a transposed operand.
 inline constexpr uint32_t kStepK = 32;
 inline constexpr uint32_t kStepKTransposed = 16 * 128;
@@ -108,10 +119,16 @@ __device__ __forceinline__ void FenceRegisters(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Packs an A operand here: the optimiser would keep its fp32 halves until the product.
-__device__ __forceinline__ void PinOperand(uint32_t (&a)[4]) {
+// Has (part of) an A operand packed here: the optimiser would keep its fp32 halves, twice the
+// registers, until the product. A use that it cannot move is all it takes; the sleep is one of
+// zero, if ever.
+template <int kCount>
+__device__ __forceinline__ void PinOperand(const uint32_t (&a)[kCount]) {
+  uint32_t any = 0;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[i])::"memory");
+  for (int i = 0; i < kCount; ++i) any |= a[i];
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.eq.u32 p, %0, 0xfffffff1;\n@p nanosleep.u32 0;\n}\n" ::"r"(any));
 }
 
 // 16 bytes to shared memory, zeros where `valid` is false (then `from` is not read).
@@ -131,15 +148,27 @@ __device__ __forceinline__ void CopyWait() {
 __device__ __forceinline__ void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// Arrives without waiting for the others; one of them waits by NamedBarrier.
+__device__ __forceinline__ void NamedBarrierArrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 __device__ __forceinline__ void BarrierInit(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)),
                "r"(arrivals)
                : "memory");
 }
+// One lane of the warp, the same in all of it: the compiler then knows that the others are idle.
+__device__ __forceinline__ bool ElectLane() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}\n"
+               : "=r"(elected));
+  return elected != 0;
+}
+
 // One arrival a warp, after all of its lanes.
 __device__ __forceinline__ void BarrierArriveWarp(uint64_t* barrier) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) {
+  if (ElectLane()) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier))
                  : "memory");
   }
@@ -168,20 +197,21 @@ __device__ __forceinline__ void CopyBytes(uint32_t to, const void* from, int byt
       "l"(from), "r"(bytes), "r"(SharedAddress(barrier))
       : "memory");
 }
-// A box of 64 tokens of 64 elements of one head to a panel, by the copy engine (one thread).
-__device__ __forceinline__ void CopyBox(uint32_t to, const void* map, uint64_t* barrier,
-                                        int element, int head, int token) {
+// Tokens of one head, 128 elements each, to panels: the first 64 elements of all tokens, then the
+// others, by the copy engine (one thread).
+__device__ __forceinline__ void CopyBox(uint32_t to, const void* map, uint64_t* barrier, int head,
+                                        int token) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
-      "l"(map), "r"(SharedAddress(barrier)), "r"(element), "r"(head), "r"(token)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {0, %3, %4, 0}], [%2];" ::"r"(to),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(head), "r"(token)
       : "memory");
 }
 
 // The same boxes or bytes towards L2 only, so that a later copy finds them near.
-__device__ __forceinline__ void PrefetchBox(const void* map, int element, int head, int token) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map),
-               "r"(element), "r"(head), "r"(token)
+__device__ __forceinline__ void PrefetchBox(const void* map, int head, int token) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {0, %1, %2, 0}];" ::"l"(map),
+               "r"(head), "r"(token)
                : "memory");
 }
 __device__ __forceinline__ void PrefetchBytes(const void* from, int bytes) {
@@ -194,16 +224,16 @@ __device__ __forceinline__ void StoreBytes(void* to, uint32_t from, int bytes) {
                "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void StoreBoxFrom(uint32_t from, const void* map, int element, int head,
-                                             int token) {
+__device__ __forceinline__ void StoreBoxFrom(uint32_t from, const void* map, int head, int token) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
-          map),
-      "r"(from), "r"(element), "r"(head), "r"(token)
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {0, %2, %3, 0}], [%1];" ::
+          "l"(map),
+      "r"(from), "r"(head), "r"(token)
       : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements, row addresses from lanes 8 i .. 8 i + 7.
+// Four 8 x 8 matrices of 16-bit elements, row addresses from lanes 8 i .. 8 i + 7: r[i] is the
+// thread's pair of cells of matrix i, as accumulators have them.
 __device__ __forceinline__ void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -211,7 +241,13 @@ __device__ __forceinline__ void LoadMatrices(uint32_t (&r)[4], uint32_t address)
                : "memory");
 }
 
-// The same, each matrix transposed.
+__device__ __forceinline__ void StoreMatrices(uint32_t address, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+// LoadMatrices, each matrix transposed.
 __device__ __forceinline__ void LoadTransposed(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -223,10 +259,10 @@ __device__ __forceinline__ void LoadTransposed(uint32_t (&r)[4], uint32_t addres
 template <bool kTransposed>
 __device__ __forceinline__ void StoreMatrices(uint32_t address, const uint32_t (&r)[4]) {
   if constexpr (kTransposed) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     address),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+        "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+        : "memory");
   } else {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                  "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
