@@ -84,64 +84,6 @@ __device__ __forceinline__ bool Share(const Params& p, const Part& c, Shared& sm
   return false;
 }
 
-// The greatest key for which the pair's keys at or above it, counted or (`squares`) their scores
-// squared and summed, reach `target` (> 0, and at most the sum over all keys): bit by bit.
-template <typename = void>
-__device__ __noinline__ uint64_t LeastKey(Part c, int pair, uint64_t target, bool squares,
-                                          Shared& sm) {
-  uint64_t key[kEach], weight[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int row = static_cast<int>(threadIdx.x) + i * kThreads;
-    const int z = Scores(c, pair)[row];
-    key[i] = z < 0 ? 0 : KeyOf(c, z, row);
-    weight[i] = z < 0 ? 0 : (squares ? Square(z) : 1);
-  }
-  uint64_t least = 0;
-#pragma unroll 1
-  for (int bit = 36; bit >= 0; --bit) {
-    const uint64_t trial = least | uint64_t{1} << bit;
-    uint64_t own = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) own += key[i] >= trial ? weight[i] : 0;
-    if (BlockSum(own, bit % 2, sm) >= target) least = trial;
-  }
-  __syncthreads();
-  return least;
-}
-
-// Quotas of the own pairs under a coverage budget.
-template <typename = void>
-__device__ __noinline__ void Cover(Part c, double coverage, Shared& sm) {
-  const selection::WindowLimits limits = sm.limits;
-#pragma unroll 1
-  for (int pair = 0; pair < c.pairs; ++pair) {
-    uint64_t own = 0;
-    for (int i = 0; i < kEach; ++i) {
-      const int z = Scores(c, pair)[threadIdx.x + i * kThreads];
-      if (z >= 0) own += Square(z);
-    }
-    const uint64_t target = selection::CoverageTarget(coverage, BlockSum(own, 0, sm));
-    __syncthreads();
-    int64_t count = 0;
-    if (target > 0) {
-      const uint64_t least = LeastKey(c, pair, target, true, sm);
-      for (int i = 0; i < kEach; ++i) {
-        const int row = static_cast<int>(threadIdx.x) + i * kThreads;
-        const int z = Scores(c, pair)[row];
-        count += z >= 0 && KeyOf(c, z, row) >= least;
-      }
-      count = static_cast<int64_t>(BlockSum(static_cast<uint64_t>(count), 0, sm));
-      __syncthreads();
-    }
-    count = count < limits.lo ? limits.lo : count;
-    count = count > limits.hi ? limits.hi : count;
-    const int valid = sm.pair[pair].valid;
-    if (threadIdx.x == 0) sm.pair[pair].quota = count < valid ? static_cast<int>(count) : valid;
-  }
-  __syncthreads();
-}
-
 // The bin of each pair's histogram of all keys where its quota ends.
 template <typename = void>
 __device__ void FindBins(const Part& c, Shared& sm) {

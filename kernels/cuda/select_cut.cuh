@@ -10,14 +10,9 @@
 #ifndef SPARSEGDN_KERNELS_CUDA_SELECT_CUT_CUH_
 #define SPARSEGDN_KERNELS_CUDA_SELECT_CUT_CUH_
 
-#include "kernels/cuda/cluster.cuh"
-#include "kernels/cuda/select_keys.cuh"
+#include "kernels/cuda/select_ties.cuh"
 
 namespace sparsegdn::cuda::select {
-
-__device__ __forceinline__ int Clamp(int count, const PairState& s) {
-  return ::min(::max(count, s.first), s.cap);
-}
 
 // The least z with z * factor >= x; kTopScore if no score is.
 __device__ __forceinline__ int FirstScore(double x, const PairState& s) {
@@ -58,20 +53,6 @@ __device__ __forceinline__ int2 CountBounds(const Part& c, int pair, double x, c
   }
   return {least, most};
 }
-
-// Quotas from what is above the cut and what it takes.
-__device__ __forceinline__ void SetQuotas(const Part& c, Shared& sm) {
-  if (static_cast<int>(threadIdx.x) < c.pairs) {
-    PairState& s = sm.pair[threadIdx.x];
-    s.quota = Clamp(s.range.above, s) + s.taken;
-  }
-  __syncthreads();
-}
-
-template <typename = void>
-__device__ __noinline__ void Refine(Part c, Shared& sm);
-template <typename = void>
-__device__ __noinline__ void CutTies(const Params& p, Part c, Shared& sm, int rest);
 
 // What a round left, packed so that the cluster adds it up at once.
 inline constexpr unsigned kOverflow = 1u << 16, kSettled = 1u << 24, kFinalists = kOverflow - 1;
@@ -284,170 +265,6 @@ class Cutter {
   Shared& sm_;
   int total_, slots_;
 };
-
-// Histograms of what is left.
-template <typename>
-__device__ __noinline__ void Refine(Part c, Shared& sm) {
-  if (threadIdx.x == 0) sm.intact = 0;
-  if (static_cast<int>(threadIdx.x) < c.pairs) {
-    Range& r = sm.pair[threadIdx.x].range;
-    r.shift = BinShift(r.low, r.high);
-  }
-  ClearHistograms<kMaxPairs>(c.at_least, c.pairs);
-  BuildHistograms<kMaxPairs>(c, sm);
-}
-
-// Each pair has one score left, range.low. A block publishes which of
-// them the budget leaves open; the cut is found by score, then reversed offset, then pair.
-class TieCutter {
- public:
-  __device__ TieCutter(const Params& p, const Part& c, Shared& sm) : p_(p), c_(c), sm_(sm) {}
-
-  __device__ void Run(int rest) {
-    for (int pair = 0; pair < c_.pairs; ++pair) MapTies(pair);
-    if (threadIdx.x == 0) sm_.cut_at = -1;
-    ClusterSync();
-    const int own = static_cast<int>(threadIdx.x);
-    if (own < c_.pairs) sm_.pair[own].taken = CutByScore(own, rest);
-    __syncthreads();
-    if (sm_.cut_at >= 0) {  // the cut goes through own ties
-      CutByOffset();
-      if (own < c_.pairs && sm_.out.tie_bits[own] == sm_.cut_bits) {
-        sm_.pair[own].taken = TiesBefore(own);
-      }
-    }
-    __syncthreads();
-    SetQuotas(c_, sm_);
-  }
-
- private:
-  __device__ void MapTies(int pair) {
-    const PairState& s = sm_.pair[pair];
-    uint32_t* map = sm_.out.ties[pair];
-    if (threadIdx.x < kWords) map[threadIdx.x] = 0;
-    if (threadIdx.x == 0) sm_.out.tie_count[pair] = 0;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int row = static_cast<int>(threadIdx.x) + i * kThreads;
-      const int z = Scores(c_, pair)[row];
-      if (z < 0 || z < s.range.low || z >= s.range.high) continue;
-      const uint32_t at = selection::BitReverseOffset(c_.shift + static_cast<uint32_t>(row));
-      atomicOr(&map[at / 32], 1u << (at % 32));
-    }
-    __syncthreads();
-    uint32_t kept = 0;
-    if (threadIdx.x < kWords) {
-      int rank = s.range.above;
-      for (int word = 0; word < static_cast<int>(threadIdx.x); ++word) rank += __popc(map[word]);
-      for (uint32_t left = map[threadIdx.x]; left != 0; left &= left - 1, ++rank) {
-        if (rank >= s.first && rank < s.cap) kept |= left & (0u - left);
-      }
-    }
-    __syncthreads();
-    if (threadIdx.x < kWords) {
-      map[threadIdx.x] = kept;
-      atomicAdd(&sm_.out.tie_count[pair], __popc(kept));
-    }
-    if (threadIdx.x == 0) {
-      const double score = static_cast<double>(s.range.low) * s.factor;
-      sm_.out.tie_bits[pair] = static_cast<uint64_t>(__double_as_longlong(score));
-    }
-  }
-
-  // Calls body(block, index there, pair) for every pair of the cluster whose ties have score
-  // `bits`.
-  template <typename Body>
-  __device__ void ForTied(uint64_t bits, const Body& body) {
-    const int per_rank = (p_.shape.num_k_heads + c_.ranks - 1) / c_.ranks;
-#pragma unroll 1
-    for (int pair = 0; pair < p_.shape.num_k_heads; ++pair) {
-      const int rank = pair / per_rank, at = pair % per_rank;
-      if (LoadRemote(&sm_.out.tie_bits[at], rank) == bits) body(rank, at, pair);
-    }
-  }
-
-  // How many of pair `own`'s open ties are among the best `rest` of the cluster, as far as scores
-  // tell; one thread a pair. Leaves in sm_.cut_* what the offsets must tell.
-  __device__ int CutByScore(int own, int rest) {
-    const uint64_t bits = sm_.out.tie_bits[own];
-    const int per_rank = (p_.shape.num_k_heads + c_.ranks - 1) / c_.ranks;
-    int same = 0;
-#pragma unroll 1
-    for (int pair = 0; pair < p_.shape.num_k_heads; ++pair) {
-      const int rank = pair / per_rank, at = pair % per_rank;
-      const uint64_t theirs = LoadRemote(&sm_.out.tie_bits[at], rank);
-      const int count = LoadRemote(&sm_.out.tie_count[at], rank);
-      if (theirs > bits) rest -= count;
-      if (theirs == bits) same += count;
-    }
-    if (rest <= 0) return 0;
-    if (rest >= same) return sm_.out.tie_count[own];
-    sm_.cut_bits = bits;  // equal in all pairs that come here
-    sm_.cut_rest = rest;
-    sm_.cut_at = 0;
-    return 0;
-  }
-
-  // The reversed offset at which the best sm_.cut_rest ties of score sm_.cut_bits end, and how many
-  // of them, in the order of the pairs, stand at that offset. A thread looks at four offsets.
-  __device__ void CutByOffset() {
-    const int word = static_cast<int>(threadIdx.x) / 8,
-              bit0 = static_cast<int>(threadIdx.x) % 8 * 4;
-    int own = 0;
-    ForTied(sm_.cut_bits, [&](int rank, int at, int) {
-      own += __popc(LoadRemote(&sm_.out.ties[at][word], rank) >> bit0 & 15u);
-    });
-    int end = own;
-    const int lane = threadIdx.x % 32;
-    for (int d = 1; d < 32; d *= 2) {
-      const int y = __shfl_up_sync(kAll, end, d);
-      if (lane >= d) end += y;
-    }
-    if (lane == 31) sm_.warp_total[0][threadIdx.x / 32] = end;
-    __syncthreads();
-    for (int i = 0; i < static_cast<int>(threadIdx.x) / 32; ++i) end += sm_.warp_total[0][i];
-    int rest = sm_.cut_rest - (end - own);  // of the ties from here on
-    if (rest <= 0 || rest > own) rest = 0;
-    __syncthreads();
-    for (int bit = bit0; rest > 0; ++bit) {
-      int here = 0;
-      ForTied(sm_.cut_bits, [&](int rank, int at, int) {
-        here += static_cast<int>(LoadRemote(&sm_.out.ties[at][word], rank) >> bit & 1u);
-      });
-      if (rest <= here) {
-        sm_.cut_at = word * 32 + bit;
-        sm_.cut_rest = rest;
-      }
-      rest -= here;
-    }
-    __syncthreads();
-  }
-
-  __device__ int TiesBefore(int own) {
-    const int word = sm_.cut_at / 32;
-    const uint32_t bit = 1u << (sm_.cut_at % 32);
-    const uint32_t* map = sm_.out.ties[own];
-    int taken = __popc(map[word] & (bit - 1));
-    for (int i = 0; i < word; ++i) taken += __popc(map[i]);
-    if ((map[word] & bit) == 0) return taken;
-    int before = 0;
-    ForTied(sm_.cut_bits, [&](int rank, int at, int pair) {
-      if (pair >= c_.pair0 + own) return;
-      before += (LoadRemote(&sm_.out.ties[at][word], rank) & bit) != 0;
-    });
-    return taken + (before < sm_.cut_rest);
-  }
-
-  const Params& p_;
-  const Part& c_;
-  Shared& sm_;
-};
-
-template <typename>
-__device__ __noinline__ void CutTies(const Params& p, Part c, Shared& sm, int rest) {
-  TieCutter(p, c, sm).Run(rest);
-}
 
 }  // namespace sparsegdn::cuda::select
 
