@@ -1,5 +1,6 @@
 """The budget of a window (docs/algorithm.md, "retention"), batched over examples, in torch."""
 
+import functools
 import math
 
 import torch
@@ -14,6 +15,12 @@ def _reversed_offsets(count):
     for bit in range(_BITS):
         out = 2 * out + ((offsets >> bit) & 1)
     return out
+
+
+@functools.lru_cache(maxsize=64)
+def _turned(count, device):
+    """Offsets in the order of their reversed bits."""
+    return _reversed_offsets(count).argsort().to(device)
 
 
 def _ranks(order):
@@ -42,7 +49,7 @@ def select(score, retention, spread=True):
     hi = max(lo, math.floor(high * count))
     wanted = min(max(round(retention * count * pairs), lo * pairs), hi * pairs)
     # In the order of reversed offsets a stable sort breaks ties as the definition does.
-    turned = _reversed_offsets(count).argsort().to(score.device)
+    turned = _turned(count, score.device)
     normalised = normalised[:, turned]
     rank = _ranks(normalised.transpose(1, 2).argsort(dim=-1, descending=True, stable=True))
     rank = rank.transpose(1, 2)

@@ -1,5 +1,7 @@
 """Checkpoint folders in the format of Qwen3.5: config.json, one bf16 shard, its index."""
 
+import dataclasses
+import hashlib
 import json
 import os
 
@@ -88,3 +90,17 @@ def load(folder, config):
     model.load_state_dict({name.removeprefix(PREFIX): value.float()
                            for name, value in tensors.items()})
     return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Weights that a run starts from, and the SHA-256 of their file."""
+
+    weights: dict
+    digest: str
+
+
+def start_of(folder, config):
+    with open(os.path.join(folder, SHARD), "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return Start(load(folder, config).state_dict(), digest)

@@ -68,15 +68,21 @@ DEFAULT_STAGES = (Stage(256, 16384, 500, most=4), Stage(256, 16384, 1300),
                   Stage(8192, 65536, 250, stream=4))
 
 
-def default_plan(steps_scale=1.0, tokens_scale=1.0, gaps=False):
+# After it, with sparse rows (sparsity.py): to 131072 tokens through states.
+SPARSE_STAGES = (Stage(2048, 65536, 200), Stage(8192, 65536, 500),
+                 Stage(8192, 65536, 500, stream=4), Stage(8192, 65536, 800, stream=16))
+
+
+def default_plan(steps_scale=1.0, tokens_scale=1.0, gaps=False, stages=None):
     """The plan of the bundled models; the scales multiply every stage's steps and tokens.
 
     With gaps no streams: attention would need the keys of the pieces before.
     """
+    stages = DEFAULT_STAGES if stages is None else stages
     return Plan(tuple(dataclasses.replace(
         stage, tokens=max(stage.length, round(stage.tokens * tokens_scale)),
         steps=max(1, round(stage.steps * steps_scale)), stream=1 if gaps else stage.stream)
-        for stage in DEFAULT_STAGES), gaps=gaps)
+        for stage in stages), gaps=gaps)
 
 
 GOES_ON = -2  # in Batch.carried

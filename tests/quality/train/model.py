@@ -142,11 +142,19 @@ class GatedDeltaNet(nn.Module):
         z = self.in_proj_z(x).view_as(out)
         return self.out_proj(_gated_norm(out, self.norm.weight, z).flatten(2))
 
-    def forward(self, x, initial):
-        """x [B, T, H], initial [B, Hv, Dk, Dv] or None -> (mixed [B, T, H], final state)."""
-        parts = self.parts(x)
+    def forward(self, x, initial, sparse=None):
+        """x [B, T, H], initial [B, Hv, Dk, Dv] or None -> (mixed [B, T, H], final state). sparse: a
+        sparsity.Sparsity, or None for a dense pass."""
+        q, k, v, beta, log_gate = self.parts(x)
         with torch.autocast(x.device.type, enabled=False):
-            out, state = delta_rule.chunked(*parts, initial)
+            if sparse is None:
+                out, state = delta_rule.chunked(q, k, v, beta, log_gate, initial)
+            else:
+                sparse.written.append(beta.mean())
+                kept = beta * sparse.mask(beta, k.shape[2])
+                out, state = delta_rule.chunked(q, k, v, kept, log_gate, initial)
+                own = (q * k).sum(-1).repeat_interleave(v.shape[2] // k.shape[2], dim=2)
+                out = out + ((beta - kept) * own)[..., None] * v
         return self.mix(x, out), state
 
 
@@ -207,10 +215,10 @@ class Layer(nn.Module):
         else:
             self.self_attn = Attention(config)
 
-    def forward(self, x, positions, initial):
+    def forward(self, x, positions, initial, sparse=None):
         normed, state = self.input_layernorm(x), None
         if self.kind == LINEAR:
-            mixed, state = self.linear_attn(normed, initial)
+            mixed, state = self.linear_attn(normed, initial, sparse)
         else:
             mixed = self.self_attn(normed, positions)
         x = x + mixed
@@ -230,11 +238,11 @@ class Model(nn.Module):
         self.norm = Norm(config.hidden_size)
         self.lm_head = _linear(config.vocab_size, config.hidden_size)
 
-    def hidden(self, tokens, positions=None, initial=None):
+    def hidden(self, tokens, positions=None, initial=None, sparse=None):
         """tokens [B, T] -> (normed [B, T, H] fp32, final states [B, linear layers, Hv, Dk, Dv]).
 
         positions int64 [B, T], by default 0 .. T - 1; only full attention reads them. initial: as
-        the final states, or None for zeros.
+        the final states, or None for zeros. sparse: a sparsity.Sparsity, or None.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -244,7 +252,7 @@ class Model(nn.Module):
             first = None
             if layer.kind == LINEAR and initial is not None:
                 first = initial[:, linear]
-            x, state = layer(x, positions, first)
+            x, state = layer(x, positions, first, sparse)
             if state is not None:
                 states.append(state)
                 linear += 1

@@ -2,6 +2,8 @@
 """Trains needle-gdn or needle-hybrid, in runs that go on where the last one stopped.
 
     train_needle.py --model needle-gdn --out DIR [--minutes 8.75]    train, or go on
+    train_needle.py --model needle-gdn --out DIR --sparse FOLDER  on from a checkpoint, with half of
+                                                       the rows sparse
     train_needle.py --model needle-gdn --out DIR --export FOLDER  write the checkpoint folder
     train_needle.py --model needle-gdn --probe                    time a step of every stage
     train_needle.py --model needle-gdn --evaluate FOLDER [--lengths 1024,8192] [--examples 32]
@@ -26,6 +28,8 @@ from train import checkpoint, curve, data, evaluate, trainer  # noqa: E402
 from train import model as model_module  # noqa: E402
 
 UNFINISHED = 3
+SPARSE_RATE = 6e-4
+RETENTIONS = (0.29, 0.29, 0.15, 0.08)  # of the steps with --sparse, with these odds
 
 
 def parse(arguments):
@@ -41,7 +45,10 @@ def parse(arguments):
                         help="time the steps first and choose --scale so that the plan takes this")
     parser.add_argument("--tokens-scale", type=float, default=1.0,
                         help="multiplies the tokens of a step: below 1 for a smoke run on a CPU")
-    parser.add_argument("--rate", type=float, default=trainer.Hyper.rate)
+    parser.add_argument("--rate", type=float, help="default: 0.002, with --sparse 0.0006")
+    parser.add_argument("--sparse", metavar="FOLDER", help="start from this checkpoint; name it "
+                        "again with --export")
+    parser.add_argument("--write-cost", type=float, default=0.02, help="with --sparse")
     parser.add_argument("--workers", type=int, default=min(12, max(0, (os.cpu_count() or 1) - 2)))
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None,
@@ -61,8 +68,15 @@ def parse(arguments):
 def make_trainer(options, device):
     config = model_module.CONFIGS[options.model]
     plan = data.default_plan(options.scale, options.tokens_scale,
-                             gaps=model_module.FULL in config.layer_types)
-    return trainer.Trainer(config, plan, options.seed, device, trainer.Hyper(rate=options.rate))
+                             gaps=model_module.FULL in config.layer_types,
+                             stages=data.SPARSE_STAGES if options.sparse else None)
+    if not options.sparse:
+        return trainer.Trainer(config, plan, options.seed, device,
+                               trainer.Hyper(rate=options.rate or trainer.Hyper.rate))
+    hyper = trainer.Hyper(rate=options.rate or SPARSE_RATE, warmup=50, retentions=RETENTIONS,
+                          write_cost=options.write_cost)
+    return trainer.Trainer(config, plan, options.seed, device, hyper,
+                           start=checkpoint.start_of(options.sparse, config))
 
 
 def prepare_device(options, device):

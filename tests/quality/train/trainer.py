@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from tasks import mixture
-from train import data, model as model_module
+from train import data, model as model_module, sparsity
 
 POOL_SLOTS = 16
 _POOL_ROWS = 2  # rows of a batch whose final states enter the pool
@@ -23,7 +23,11 @@ FILES = ("weights", "first_moment", "second_moment", "carried")
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """Optimiser and loss. The rate rises for `warmup` steps, then falls on a cosine to 1/20."""
+    """Optimiser and loss. The rate rises for `warmup` steps, then falls on a cosine to 1/20.
+
+    retentions: not empty, every other row runs sparsely (sparsity.py), a step at one of these.
+    write_cost: nats for a mean beta of 1, so that writes nobody reads are not made.
+    """
 
     rate: float = 2e-3
     warmup: int = 150
@@ -31,6 +35,8 @@ class Hyper:
     weight_decay: float = 0.05
     clip: float = 1.0
     answer_weight: float = 1.0
+    retentions: tuple = ()
+    write_cost: float = 0.0
 
 
 def learning_rate(hyper, step, steps):
@@ -43,11 +49,15 @@ def learning_rate(hyper, step, steps):
 class Trainer:
     """Trains model `config` along `plan`; every quantity that the next step needs is in save()."""
 
-    def __init__(self, config, plan, seed, device, hyper=Hyper(), use_bf16=None):
+    def __init__(self, config, plan, seed, device, hyper=Hyper(), use_bf16=None, start=None):
+        """start: the checkpoint.start_of a folder to start from, or None for random weights."""
         self.plan, self.hyper, self.seed = plan, hyper, seed
         self.device = torch.device(device)
         self.use_bf16 = self.device.type == "cuda" if use_bf16 is None else use_bf16
-        self.model = model_module.Model(config).initialise(seed).to(self.device)
+        self.model = model_module.Model(config).initialise(seed)
+        if start:
+            self.model.load_state_dict(start.weights)
+        self.model.to(self.device)
         decayed = [p for p in self.model.parameters() if p.dim() == 2]
         others = [p for p in self.model.parameters() if p.dim() != 2]
         self.optimizer = torch.optim.AdamW(
@@ -62,7 +72,8 @@ class Trainer:
         self.step = self.tokens = 0
         self.seconds = 0.0
         self._identity = hashlib.sha256(
-            repr((config, plan, seed, hyper, mixture.SHARES)).encode()).hexdigest()
+            repr((config, plan, seed, hyper, mixture.SHARES, start and start.digest)).encode()
+        ).hexdigest()
 
     def _put(self, array, dtype):
         tensor = torch.from_numpy(array)
@@ -73,7 +84,9 @@ class Trainer:
     def loss(self, batch):
         """(loss, dict of device tensors for the log, final states)."""
         tokens, answers = self._put(batch.tokens, torch.long), self._put(batch.answers, torch.bool)
-        positions = initial = None
+        positions = initial = sparse = None
+        if self.hyper.retentions:
+            sparse = sparsity.of_batch(batch, self.seed, self.hyper.retentions, self.device)
         if batch.positions is not None:
             positions = self._put(batch.positions, torch.long)
         if batch.carried is not None:
@@ -83,7 +96,7 @@ class Trainer:
                 source = self.stream[:len(slots)]
             initial = source.float() * (slots != -1)[:, None, None, None, None]
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.use_bf16):
-            hidden, states = self.model.hidden(tokens, positions, initial)
+            hidden, states = self.model.hidden(tokens, positions, initial, sparse)
             logits = self.model.logits(hidden)[:, :-1]
         targets, answers = tokens[:, 1:], answers[:, 1:]
         each = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(),
@@ -96,7 +109,10 @@ class Trainer:
         with torch.no_grad():
             right = ((logits.argmax(-1) == targets) & answers).sum(1)
         log = {"prose": prose.detach(), "answer": answer.detach(), "right": right, "count": count}
-        return prose + self.hyper.answer_weight * answer, log, states
+        loss = prose + self.hyper.answer_weight * answer
+        if sparse:
+            loss = loss + self.hyper.write_cost * torch.stack(sparse.written).mean()
+        return loss, log, states
 
     def train_step(self, batch):
         """Advances by one step and gives its log, unsynchronised with the device."""
@@ -161,7 +177,7 @@ class Trainer:
                 meta = file.metadata()
             if meta["identity"] != self._identity:
                 raise ValueError(f"{path}: identity {meta['identity'][:12]}, must be "
-                                 f"{self._identity[:12]}: another model, plan, seed or rate")
+                                 f"{self._identity[:12]}: another model, plan, seed, rate or start")
             if name != "weights" and int(meta["step"]) != self.step:
                 raise ValueError(f"{path}: of step {meta['step']}, must be of step {self.step}")
             tensors = load_file(path, device=str(self.device))

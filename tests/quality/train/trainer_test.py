@@ -10,7 +10,9 @@ from unittest import mock
 
 import torch
 
-from train import checkpoint, data, evaluate, model as model_module, train_needle, trainer
+from study import sparse
+from train import (checkpoint, data, evaluate, model as model_module, sparsity, train_needle,
+                   trainer)
 
 TINY = model_module.Config(
     layer_types=(model_module.LINEAR, model_module.FULL), hidden_size=64, intermediate_size=64,
@@ -19,6 +21,9 @@ TINY = model_module.Config(
 STAGES = (data.Stage(256, 1024, 4), data.Stage(1024, 2048, 6))
 STREAMS = data.Plan((*STAGES, data.Stage(256, 1024, 8, stream=2)), carry_share=0.9)
 PLAN = data.Plan(STAGES, carry_share=0.9, gaps=True)
+
+
+SPARSE = trainer.Hyper(warmup=5, retentions=(0.29, 0.08), write_cost=0.02)
 
 
 def make(seed=0, plan=PLAN, hyper=trainer.Hyper(warmup=5)):
@@ -50,19 +55,20 @@ class Training(unittest.TestCase):
         self.assertTrue(any(data.batch(PLAN, 0, step, trainer.POOL_SLOTS).carried is not None
                             for step in range(7, PLAN.steps)))
         self.assertTrue(data.batch(STREAMS, 0, 12, trainer.POOL_SLOTS).streams)
-        for plan, stop in ((PLAN, 7), (STREAMS, 12)):
-            with self.subTest(plan=plan):
-                self.check_resume(plan, stop)
+        for plan, stop, hyper in ((PLAN, 7, trainer.Hyper(warmup=5)),
+                                  (STREAMS, 12, trainer.Hyper(warmup=5)), (STREAMS, 12, SPARSE)):
+            with self.subTest(plan=plan, hyper=hyper):
+                self.check_resume(plan, stop, hyper)
 
-    def check_resume(self, plan, stop):
-        whole = make(plan=plan)
+    def check_resume(self, plan, stop, hyper):
+        whole = make(plan=plan, hyper=hyper)
         advance(whole, plan.steps)
-        first = make(plan=plan)
+        first = make(plan=plan, hyper=hyper)
         advance(first, stop)
         first.save(self.folder)
         first.save(self.folder)  # over an older one
         self.assertEqual(sorted(os.listdir(os.path.dirname(self.folder))), ["state"])
-        second = make(plan=plan)
+        second = make(plan=plan, hyper=hyper)
         second.load(self.folder)
         self.assertEqual((second.step, second.tokens), (first.step, first.tokens))
         advance(second, plan.steps - stop)
@@ -76,7 +82,7 @@ class Training(unittest.TestCase):
         run = make()
         advance(run, 1)
         run.save(self.folder)
-        for other in (make(seed=1), make(plan=data.Plan(STAGES)),
+        for other in (make(seed=1), make(plan=data.Plan(STAGES)), make(hyper=SPARSE),
                       make(hyper=trainer.Hyper(rate=1e-3))):
             with self.assertRaisesRegex(ValueError, "identity .* must be"):
                 other.load(self.folder)
@@ -132,6 +138,53 @@ class Training(unittest.TestCase):
         self.assertAlmostEqual(rates[0], 0.1)
         self.assertAlmostEqual(rates[59], 0.05 + 0.95 * 0.5, delta=0.02)
         self.assertAlmostEqual(rates[-1], 0.05, delta=0.001)
+
+
+class Sparse(unittest.TestCase):
+    def setUp(self):
+        self.model = model_module.Model(TINY).initialise(0)
+        self.tokens = torch.randint(512, (2, 2200), generator=torch.Generator().manual_seed(0))
+
+    def hidden(self, rows, free):
+        rule = sparsity.Sparsity(torch.tensor(rows), torch.tensor(free), 0.2)
+        with torch.no_grad():
+            return self.model.hidden(self.tokens, sparse=rule)[0], rule
+
+    def test_sparse_rows_run_as_the_study_does_and_others_densely(self):
+        """The study's run is compared with the definition and the product elsewhere."""
+        found, rule = self.hidden([True, False], [2200, 2200])
+        wanted = sparse.Sparse(self.model, "beta", 0.2, keep_last=0).hidden(self.tokens)
+        with torch.no_grad():
+            dense = self.model.hidden(self.tokens)[0]
+        self.assertLess(float((found[0] - wanted[0]).abs().max()), 1e-4)
+        self.assertLess(float((found[1] - dense[1]).abs().max()), 1e-4)
+        self.assertGreater(float((found[0] - dense[0]).abs().max()), 1e-2)
+        self.assertEqual(len(rule.written), 1)  # one GDN layer
+
+    def test_dense_from_the_answers_on(self):
+        beta = torch.rand(2, 2200, 2, generator=torch.Generator().manual_seed(1))
+        rule = sparsity.Sparsity(torch.tensor([True, True]), torch.tensor([1000, 2200]), 0.2)
+        mask = rule.mask(beta, 1)
+        self.assertTrue(mask[0, 1000:].all())
+        # No token behind `free` takes from the budget of its window: 20 % of 2048.
+        self.assertEqual(int(mask[0, :1000, 0].sum()), 410)
+        self.assertEqual(int(mask[1, :2048, 0].sum()), 410)
+
+    def test_retention_and_dense_end_of_a_batch(self):
+        batch = data.batch(PLAN, 0, 5, trainer.POOL_SLOTS)
+        rule = sparsity.of_batch(batch, 0, (0.29, 0.08), torch.device("cpu"))
+        self.assertIn(rule.retention, (0.29, 0.08))
+        for row, free in enumerate(rule.free.tolist()):
+            self.assertEqual(free, max(0, int(batch.answers[row].argmax()) - sparsity.KEEP_LAST))
+
+    def test_starts_from_a_checkpoint(self):
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint.save(self.model, folder)
+            start = checkpoint.start_of(folder, TINY)
+        run = trainer.Trainer(TINY, PLAN, 0, "cpu", SPARSE, start=start)
+        self.assertTrue(torch.equal(run.model.lm_head.weight,
+                                    self.model.lm_head.weight.bfloat16().float()))
+        self.assertNotEqual(run._identity, make(hyper=SPARSE)._identity)
 
 
 class Accuracy(unittest.TestCase):
@@ -195,6 +248,21 @@ class CommandLine(unittest.TestCase):
                                    "--device", "cpu")
             self.assertEqual(code, 0)
             self.assertEqual(len(text.strip().split("\n")), 1 + 9)
+
+    def test_sparse_run_from_a_checkpoint(self):
+        with tempfile.TemporaryDirectory() as folder, \
+                mock.patch.dict(model_module.CONFIGS, {"tiny": TINY}), \
+                mock.patch.object(data, "SPARSE_STAGES", STAGES):
+            start, out = os.path.join(folder, "start"), os.path.join(folder, "run")
+            checkpoint.save(model_module.Model(TINY).initialise(0), start)
+            common = ("--out", out, "--device", "cpu", "--workers", "0", "--sparse", start)
+            code, text = self.call(*common)
+            self.assertEqual(code, 0, text)
+            self.assertIn("finished at step 10 of 10", text)
+            code, text = self.call(*common, "--export", os.path.join(folder, "model"))
+            self.assertIn("step 10 of 10", text)
+            with self.assertRaisesRegex(ValueError, "identity"):
+                self.call("--out", out, "--export", os.path.join(folder, "model"))
 
     def test_probe_times_every_stage(self):
         with mock.patch.dict(model_module.CONFIGS, {"tiny": TINY}), \
