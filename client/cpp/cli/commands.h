@@ -23,6 +23,7 @@ Command PrefillCommand();
 Command GenerateCommand();
 Command InfoCommand();
 Command BenchCommand();
+Command CalibrateCommand();
 Command ImportCommand();
 Command ReleaseCommand();
 

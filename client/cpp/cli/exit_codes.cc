@@ -8,6 +8,7 @@ ExitCode ExitCodeOf(const absl::Status& status) {
   const std::string reason = client::DetailsOf(status).reason;
   if (reason.rfind("FILE_", 0) == 0) return kFile;
   if (reason == "USAGE" || reason == "BAD_OPTION" || reason == "TOKEN_FILE") return kUsage;
+  if (reason == "NO_BUDGET") return kNoBudget;
   switch (status.code()) {
     case absl::StatusCode::kOk:
       return kOk;

@@ -15,6 +15,7 @@ enum ExitCode : int {
   kDeadline = 5,      // --timeout passed
   kIntegrity = 6,     // what came is not a complete, verified snapshot
   kFile = 7,          // a file cannot be read or written
+  kNoBudget = 8,      // calibrate measured, and no budget meets the target
   kInterrupted = 130  // SIGINT or SIGTERM
 };
 

@@ -17,8 +17,8 @@
 namespace sparsegdn::cli {
 
 std::vector<Command> AllCommands() {
-  return {PrefillCommand(), GenerateCommand(), InfoCommand(),
-          BenchCommand(),   ImportCommand(),   ReleaseCommand()};
+  return {PrefillCommand(),   GenerateCommand(), InfoCommand(),   BenchCommand(),
+          CalibrateCommand(), ImportCommand(),   ReleaseCommand()};
 }
 
 namespace {
@@ -33,6 +33,7 @@ constexpr char kExitCodes[] =
     "  5    --timeout passed\n"
     "  6    what came is not a complete, verified snapshot; nothing was written\n"
     "  7    a file cannot be read or written, or is corrupt\n"
+    "  8    calibrate: no measured budget meets the target\n"
     "  130  interrupted (Ctrl-C)\n";
 
 std::string Overview() {

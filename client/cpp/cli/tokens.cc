@@ -80,7 +80,9 @@ absl::StatusOr<std::vector<int32_t>> ParseInt32(const std::string& bytes) {
 // Far more than any prompt as text: an endless input (/dev/zero) ends here, not with the memory.
 constexpr size_t kMaxInputBytes = size_t{256} << 20;
 
-absl::StatusOr<std::string> ReadAll(const std::string& path) {
+}  // namespace
+
+absl::StatusOr<std::string> ReadInput(const std::string& path) {
   if (path == "-" && isatty(STDIN_FILENO) == 1) {
     std::fprintf(stderr, "reading token ids from the terminal, end with Ctrl-D\n");
   }
@@ -106,8 +108,6 @@ absl::StatusOr<std::string> ReadAll(const std::string& path) {
   return bytes;
 }
 
-}  // namespace
-
 absl::StatusOr<std::vector<int32_t>> ParseTokens(const std::string& bytes, TokenFormat format) {
   if (format == TokenFormat::kAuto) {
     const size_t first = bytes.find_first_not_of(" \t\r\n");
@@ -125,7 +125,7 @@ absl::StatusOr<std::vector<int32_t>> ParseTokens(const std::string& bytes, Token
 }
 
 absl::StatusOr<std::vector<int32_t>> ReadTokens(const std::string& path, TokenFormat format) {
-  absl::StatusOr<std::string> bytes = ReadAll(path);
+  absl::StatusOr<std::string> bytes = ReadInput(path);
   if (!bytes.ok()) return bytes.status();
   return ParseTokens(*bytes, format);
 }

@@ -17,7 +17,11 @@ enum class TokenFormat { kAuto, kText, kJson, kInt32 };
 // the first bad token.
 absl::StatusOr<std::vector<int32_t>> ParseTokens(const std::string& bytes, TokenFormat format);
 
-// `path` "-" is standard input. FILE_IO when it cannot be read; a usage error when it holds
+// The bytes of a file, or of standard input for "-". FILE_IO when it cannot be read, a usage error
+// above 256 MiB.
+absl::StatusOr<std::string> ReadInput(const std::string& path);
+
+// As ReadInput. FILE_IO when it cannot be read; a usage error when it holds
 // something else.
 absl::StatusOr<std::vector<int32_t>> ReadTokens(const std::string& path, TokenFormat format);
 
