@@ -183,7 +183,7 @@ int main(int argc, char** argv) {
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   std::signal(SIGPIPE, SIG_IGN);
 
-  const service::ServerConfig& config = invocation->config;
+  const service::ServerConfig config = service::WithChunkWindows(invocation->config);
   service::StartLog(config.log_level, config.log_format);
   const ExitCode code = Serve(config, args, env, signals);
   service::StopLog();

@@ -241,10 +241,11 @@ absl::Status CheckTogether(const ServerConfig& config) {
     return Wrong("--default-ttl-seconds", absl::StrCat(config.default_ttl_seconds),
                  absl::StrCat("at most --max-ttl-seconds = ", config.max_ttl_seconds));
   }
-  if (const int64_t chunk = config.chunk_windows * kWindow; BatchTokens(config) < chunk) {
+  const int64_t windows = std::max<int64_t>(1, config.chunk_windows);
+  if (const int64_t chunk = windows * kWindow; BatchTokens(config) < chunk) {
     return Wrong("--max-batch-tokens", absl::StrCat(config.max_batch_tokens),
                  absl::StrCat("at least ", chunk,
-                              ", one chunk of --chunk-windows = ", config.chunk_windows));
+                              ", one chunk of --chunk-windows = ", windows));
   }
   absl::StatusOr<Budget> budget = DefaultBudget(config);
   if (!budget.ok()) return budget.status();

@@ -55,7 +55,7 @@ struct ServerConfig {
   int64_t default_keep_first = 0;
   int64_t default_keep_last = 64;
 
-  int64_t chunk_windows = 1;
+  int64_t chunk_windows = 0;     // 0: by the device, see WithChunkWindows
   int64_t max_batch_tokens = 0;  // 0: see BatchTokens
   int64_t max_batch_requests = 16;
   int64_t state_slots = 16;

@@ -80,8 +80,9 @@ const Option kOptions[] = {
     {"default-keep-last", "budget.keep_last", &C::default_keep_last, "", 0, kBig,
      "last tokens that are always updates"},
 
-    {"chunk-windows", "engine.chunk_windows", &C::chunk_windows, "", 1, 512,
-     "a request is cut at multiples of this many windows of 2,048 tokens"},
+    {"chunk-windows", "engine.chunk_windows", &C::chunk_windows, "", 0, 512,
+     "a request is cut at multiples of this many windows of 2,048 tokens; 0 takes 8 on a GPU, 1 on "
+     "the CPU"},
     {"max-batch-tokens", "engine.max_batch_tokens", &C::max_batch_tokens, "", 0, kMaxBatchTokens,
      "tokens of one step, at least one chunk; 0 takes four chunks, at most 2,097,152"},
     {"max-batch-requests", "engine.max_batch_requests", &C::max_batch_requests, "", 1, 4096,
@@ -253,7 +254,7 @@ absl::StatusOr<engine::EngineConfig> ToEngineConfig(const ServerConfig& config) 
   if (!budget.ok()) return budget.status();
   engine::EngineConfig result;
   result.default_budget = *budget;
-  result.chunk_windows = config.chunk_windows;
+  result.chunk_windows = std::max<int64_t>(1, config.chunk_windows);
   result.kept_snapshot_bytes = config.kept_snapshot_bytes;
   result.prefix_cache_bytes = config.prefix_cache_bytes;
   result.prefix_fetch_seconds = static_cast<double>(config.redis_fetch_ms) * 1e-3;
@@ -268,7 +269,7 @@ double StuckStepSeconds(const ServerConfig& config, const std::string& backend) 
 
 int64_t BatchTokens(const ServerConfig& config) {
   if (config.max_batch_tokens > 0) return config.max_batch_tokens;
-  return std::min(4 * config.chunk_windows * kWindow, kMaxBatchTokens);
+  return std::min(4 * std::max<int64_t>(1, config.chunk_windows) * kWindow, kMaxBatchTokens);
 }
 
 int64_t ReceiveLimitBytes(const ServerConfig& config) {

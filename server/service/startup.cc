@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/model/config.h"
+#include "server/model/cuda_op_table.h"
 #include "server/service/convert_response.h"
 #include "server/service/log.h"
 #include "server/service/small_file.h"
@@ -19,6 +20,8 @@ constexpr int64_t kKvBlockTokens = 256;
 
 // With --kv-tokens 0: room for two of the longest prompts, but at most a quarter of the machine's
 // memory at FP32, and at least one chunk.
+constexpr int64_t kGpuChunkWindows = 8;
+
 int64_t KvTokens(const ServerConfig& config, const model::ModelConfig& model) {
   if (config.kv_tokens > 0) return config.kv_tokens;
   int64_t longest = model.max_position_embeddings;
@@ -46,6 +49,17 @@ ExitCode Report(const char* what, const absl::Status& status, ExitCode code) {
 std::string VersionText() {
   return absl::StrCat("sparsegdn-server ", kServerVersion, " (", kServerCommit, "), gRPC ",
                       grpc::Version(), "\n");
+}
+
+ServerConfig WithChunkWindows(ServerConfig config) {
+  if (config.chunk_windows > 0) return config;
+  const bool gpu = config.backend == "cuda" ||
+                   (config.backend == "auto" &&
+                    model::CudaDevicePresent(static_cast<int>(config.device)));
+  config.chunk_windows = gpu ? kGpuChunkWindows : 1;
+  // ParseConfig has seen to it that a step holds one window at least.
+  config.chunk_windows = std::min(config.chunk_windows, BatchTokens(config) / kWindow);
+  return config;
 }
 
 absl::StatusOr<model::LoadOptions> ToLoadOptions(const ServerConfig& config) {

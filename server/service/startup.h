@@ -26,6 +26,10 @@ enum class ExitCode : int {
 };
 
 std::string VersionText();
+// With --chunk-windows 0 made a number: 8 where the model will run on a GPU, which smaller chunks do
+// not fill, else 1. Fewer where
+// --max-batch-tokens has no room for them.
+ServerConfig WithChunkWindows(ServerConfig config);
 // What the loader is asked for. Reads the folder's config.json, by which --kv-tokens 0 is decided;
 // its errors are LoadConfig's.
 absl::StatusOr<model::LoadOptions> ToLoadOptions(const ServerConfig& config);

@@ -87,7 +87,7 @@ std::vector<std::string> ServerConfigSeeds() {
       all + "}",
       "{}",
       R"({"limits":7})",
-      R"({"engine":{"chunk_windows":0}})",
+      R"({"engine":{"chunk_windows":513}})",
       R"({"model":{"threads":"\ud83d\ude00"}})",
       R"({"unknown":)" + Nested(500) + "}",
       R"({"model":{"threads":)" + Nested(500, "1") + "}}",

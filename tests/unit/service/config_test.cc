@@ -192,7 +192,9 @@ TEST(Config, AStuckStepIsAFaultOnAGpuOnly) {
 }
 
 TEST(Config, AStepHoldsAChunkWhateverItsSize) {
+  EXPECT_EQ(Parse({})->config.chunk_windows, 0);  // by the device, which only the start looks at
   EXPECT_EQ(BatchTokens(Parse({})->config), 4 * 2048);
+  EXPECT_EQ(ToEngineConfig(Parse({})->config)->chunk_windows, 1);
   EXPECT_EQ(BatchTokens(Parse({"--chunk-windows", "256"})->config), 1 << 21);
   EXPECT_EQ(BatchTokens(Parse({"--chunk-windows", "512"})->config), 1 << 21);
   EXPECT_EQ(BatchTokens(Parse({"--max-batch-tokens", "5000"})->config), 5000);
