@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import json
 import os
 import pathlib
@@ -34,6 +33,7 @@ import tempfile
 import threading
 import time
 import traceback
+import urllib.error
 import urllib.request
 
 import numpy as np
@@ -205,6 +205,17 @@ def check_nan(options) -> dict:
                             all(a[0] == "OK" for a in rest) and worst < 2e-2}
 
 
+def readyz(port: str) -> int | None:
+    """The HTTP status; None where nobody answers."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None
+
+
 def check_device(options) -> dict:
     with tempfile.TemporaryDirectory() as name:
         trigger, library = pathlib.Path(name) / "trigger", pathlib.Path(name) / "lib"
@@ -217,23 +228,21 @@ def check_device(options) -> dict:
             server.client.prefill(ids, budget=DENSE)
             trigger.touch()
             began = time.monotonic()
-            code, ready = "OK", None
+            code, ready = "OK", []  # answers of /readyz until the process is gone
             try:
                 server.client.prefill(ids, budget=DENSE)
             except PrefillError as error:
                 code = f"{error.code} {error.reason}"
-            with contextlib.suppress(OSError):
-                url = f"http://127.0.0.1:{server.metrics_port}/readyz"
-                try:
-                    ready = urllib.request.urlopen(url, timeout=5).status
-                except urllib.error.HTTPError as error:
-                    ready = error.code
+            while server.process.poll() is None and time.monotonic() < began + 60:
+                status = readyz(server.metrics_port)
+                if not ready or ready[-1] != status:
+                    ready.append(status)
             exit_code = server.process.wait(60)
             return {"call": code, "readyz": ready, "exit_code": exit_code,
                     "exited_after_seconds": round(time.monotonic() - began, 3),
                     "log": server.log.read_text().splitlines()[-4:],
                     "good": code.startswith("INTERNAL") and exit_code == DEVICE_EXIT and
-                            ready in (503, None)}
+                            any(status != 200 for status in ready)}
 
 
 def main() -> int:

@@ -119,8 +119,12 @@ def local_cache(model, ids):
     return cache
 
 
-def judge_error(model, ids, feed, logits) -> float:
-    """RMS error of the judge's bf16 logits against fp32; `model` is fp32 afterwards."""
+def relative(values, reference) -> float:
+    return round(float((values - reference).norm() / reference.norm()), 5)
+
+
+def exact_steps(model, ids, feed) -> "torch.Tensor":
+    """Logits in fp32, with the eager delta rule; `model` is fp32 afterwards."""
     model.float()
     for layer in model.model.layers:
         if hasattr(layer, "linear_attn"):
@@ -128,8 +132,7 @@ def judge_error(model, ids, feed, logits) -> float:
             module = sys.modules[type(mixer).__module__]
             mixer.chunk_gated_delta_rule = module.torch_chunk_gated_delta_rule
             mixer.recurrent_gated_delta_rule = module.torch_recurrent_gated_delta_rule
-    exact = steps(model, local_cache(model, ids), feed)
-    return float((logits - exact).pow(2).mean().sqrt())
+    return steps(model, local_cache(model, ids), feed)
 
 
 def go_on(options: argparse.Namespace) -> int:
@@ -160,11 +163,16 @@ def go_on(options: argparse.Namespace) -> int:
                                         reduction="none", log_target=True).sum(-1)
         report[name] = {"greedy_tokens": free, "free_run_parts_at": parted,
                         "kl_mean": round(float(kl.mean()), 6), "kl_max": round(float(kl.max()), 6),
-                        "logits_relative": round(float((runs[name] - judge).norm() / judge.norm()), 5)}
-    error = judge_error(model, ids, feed, judge)
+                        "logits_relative": relative(runs[name], judge)}
+    exact = exact_steps(model, ids, feed)
+    error = float((judge - exact).pow(2).mean().sqrt())
     noise = 3 * math.sqrt(2) * error
     report.update(judge_bf16_rms_error=round(error, 5), bf16_noise_of_a_gap=round(noise, 5),
-                  judge_bf16_relative_error=round(error / float(judge.pow(2).mean().sqrt()), 5))
+                  judge_to_fp32=relative(judge, exact), dense_to_fp32=relative(runs["dense"], exact),
+                  greedy_equal_to_fp32={
+                      name: int((run.argmax(-1) == exact.argmax(-1)).sum())
+                      for name, run in (("judge", judge), ("dense", runs["dense"]))})
+    print({key: report[key] for key in ("judge_to_fp32", "dense_to_fp32", "greedy_equal_to_fp32")})
     for name in NAMES:
         different = [i for i, row in enumerate(runs[name]) if int(row.argmax()) != tokens[i]]
         report[name]["steps_that_differ"] = [{"step": i, "gap": round(gaps[i], 4)} for i in different]
