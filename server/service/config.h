@@ -57,8 +57,8 @@ struct ServerConfig {
 
   int64_t chunk_windows = 0;     // 0: by the device, see WithChunkWindows
   int64_t max_batch_tokens = 0;  // 0: see BatchTokens
-  int64_t max_batch_requests = 16;
-  int64_t state_slots = 16;
+  int64_t max_batch_requests = 32;
+  int64_t state_slots = 32;
   int64_t kv_tokens = 0;  // 0: what the model's context and the slots ask for, bounded
   int64_t kept_snapshot_bytes = int64_t{1} << 30;
   int64_t prefix_cache_bytes = int64_t{1} << 30;

@@ -16,7 +16,7 @@ service and callers. Prefix reuse is off.
   2,048-token prompts). The fake gets a mix of lengths, the real model the engine's own 2,048.
   Engine and service in turn; the median of the pairs.
 - fill: 64 callers in a closed loop of 256-token prompts; tokens over steps times 8,192, the
-  partial steps at both ends included. With 64 slots: the default of 16 bounds it at 0.5.
+  partial steps at both ends included.
 - wait and loss: a prompt of 131,072 tokens alone and beside one caller of 256-token prompts who
   pauses for up to one step between them, in turn. The long prompt's progress events are the clock: a
   moment is the number of its steps done, interpolated, so that the wait is in steps as they went.
@@ -117,7 +117,7 @@ def goodput(kind: str, rounds: int, seconds: int) -> dict:
 
 
 def fill(kind: str, requests: int) -> dict:
-    with start(kind, "--state-slots", 64, "--max-batch-requests", 64) as server:
+    with start(kind) as server:
         before = [server.metric(f"sparsegdn_batch_tokens_{x}") for x in ("sum", "count")]
         cell = run_json(BIN / "sparsegdn", "bench", "--server", server.target, "--json", "--lengths",
                         SHORT, "--requests", requests, "--concurrency", 64, "--warmup", 0)
