@@ -34,8 +34,8 @@ def _check_library() -> None:
         raise RuntimeError(
             f"transformers {transformers.__version__} is too old: its DynamicCache has no "
             f"update_conv_state and update_recurrent_state, so it cannot hold linear attention "
-            f"layers. Install a version that knows Qwen3.5 with the unified DynamicCache (5.17 is "
-            f"known to work)."
+            f"layers. Install a version that knows Qwen3.5 with the unified DynamicCache (5.17 and "
+            f"5.24 are known to work)."
         )
 
 
@@ -97,6 +97,11 @@ class CountingCache(DynamicCache):
     The stock one asks an attention layer for the length; a model of linear layers alone has none,
     and the stock cache raises.
     """
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """False for every layer: `generate` of 5.24 cuts off the cached ids of no other cache."""
+        return [False] * len(self.layers)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
