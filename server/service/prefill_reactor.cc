@@ -140,7 +140,7 @@ void PrefillReactor::Pump() {
   if (!message.ok()) return End(message.status());
   StartWrite(&buffer_);
   std::lock_guard lock(mutex_);
-  in_flight_ = writing_ && write == writes_;
+  if (writing_ && write == writes_) in_flight_ = true;  // else a later write has set it already
 }
 
 void PrefillReactor::NoteLocked(const engine::Event& event) {
