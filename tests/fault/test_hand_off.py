@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 from harness import BINARY, CODE_DIR, Server, clean_environment, eventually, prompt, run_to_exit
+from own_mounts import refused, with_tmpfs
 from sparsegdn.v1 import prefill_pb2 as pb
 from sparsegdn.v1 import prefill_pb2_grpc
 from sparsegdn_client import Cancellation, PrefillClient, PrefillError, load_snapshot
@@ -50,6 +51,11 @@ class Case(unittest.TestCase):
         channel = grpc.insecure_channel(self.target)
         self.addCleanup(channel.close)
         return prefill_pb2_grpc.PrefillServiceStub(channel)
+
+    def need_own_memory(self) -> None:
+        if why := refused(str(SHM)):
+            print(f"SKIPPED: no /dev/shm of its own for {self.id()}: {why}", flush=True)
+            self.skipTest(why)
 
     def begin(self, tokens: int = 200000):
         """A call that has its segment and is far from its end; (call, name)."""
@@ -212,10 +218,8 @@ class KilledServer(Case):
 class FullMemory(Case):
     def test_a_full_dev_shm_falls_back_to_streaming(self):
         """In a mount namespace of its own, with a /dev/shm of 256 KiB."""
-        if os.geteuid() != 0:
-            print("SKIPPED: a /dev/shm of its own needs root", flush=True)
-            self.skipTest("a /dev/shm of its own needs root")
-        small = with_own_memory([BINARY], "-o size=256k")
+        self.need_own_memory()
+        small = with_own_memory([BINARY], "size=256k")
         with self.server(command=small) as server, PrefillClient(server.target) as plain:
             # The client sees the machine's own /dev/shm, but it is offered nothing.
             snapshot = self.client().prefill(IDS).snapshot
@@ -226,9 +230,7 @@ class FullMemory(Case):
 
     def test_another_dev_shm_falls_back_too(self):
         """Offered, but the client cannot map it: as in two containers."""
-        if os.geteuid() != 0:
-            print("SKIPPED: a /dev/shm of its own needs root", flush=True)
-            self.skipTest("a /dev/shm of its own needs root")
+        self.need_own_memory()
         apart = with_own_memory([BINARY])
         with self.server(command=apart) as server, PrefillClient(server.target) as plain:
             client, digest = self.client(), plain.prefill(IDS).snapshot.digest
@@ -250,14 +252,13 @@ class FullMemory(Case):
             self.assertGreater(refused, 0)
 
 
-def with_own_memory(command: list[str], options: str = "") -> list[str]:
-    """The command in a mount namespace of its own, with an empty /dev/shm."""
-    mount = f'mount -t tmpfs {options} tmpfs /dev/shm && exec "$0" "$@"'
-    return ["unshare", "--mount", "sh", "-c", mount, *command]
+def with_own_memory(command: list[str], options: str = "mode=1777") -> list[str]:
+    """The command with an empty /dev/shm of its own."""
+    return with_tmpfs(str(SHM), command, options)
 
 
 if __name__ == "__main__":
-    if os.geteuid() == 0 and "FAULT_OWN_MEMORY" not in os.environ:
+    if not refused(str(SHM)) and "FAULT_OWN_MEMORY" not in os.environ:
         os.environ["FAULT_OWN_MEMORY"] = "1"
         command = with_own_memory([sys.executable, *sys.argv])
         os.execvp(command[0], command)
