@@ -10,6 +10,7 @@ hand); probes, grace period, roll-out and scaling are what docs promise; wrong v
 """
 
 import json
+import re
 import sys
 import tempfile
 import unittest
@@ -52,6 +53,8 @@ VARIANTS = {
     "everything": EVERYTHING,
     "cpu": {"gpu": {"enabled": False}, "podDisruptionBudget": {"enabled": False},
             "service": {"headless": False}},
+    "openshift": {"podSecurityContext": {"fsGroup": None, "fsGroupChangePolicy": None},
+                  "auth": {"tokensSecretName": "tokens"}},
     "node": {"unixSocket": {"enabled": True, "volume": {"hostPath": {"path": "/run/sparsegdn"}}},
              "sharedMemory": {"enabled": True, "volume": {"hostPath": {"path": "/dev/shm"}}}},
 }
@@ -81,6 +84,9 @@ WRONG = {
     "relative socket path": ({"unixSocket": {"mountPath": "run"}}, "/unixSocket/mountPath"),
     "shared memory without a unit": ({"sharedMemory": {"sizeLimit": "8GB"}},
                                      "/sharedMemory/sizeLimit"),
+    "group by its name": ({"podSecurityContext": {"fsGroup": "nonroot"}},
+                          "/podSecurityContext/fsGroup"),
+    "group of root": ({"podSecurityContext": {"fsGroup": 0}}, "/podSecurityContext/fsGroup"),
     "disruption budget of zero": ({"podDisruptionBudget": {"maxUnavailable": 0}},
                                   "/podDisruptionBudget/maxUnavailable"),
 }
@@ -266,6 +272,19 @@ class Pod(unittest.TestCase):
         for name, secret in (("auth", "tokens"), ("tls", "server-cert")):
             self.assertEqual(volumes[name]["secret"],
                              {"secretName": secret, "defaultMode": 0o440})
+
+    def test_the_images_group_reads_the_secrets(self):
+        # Without a group of the pod such files belong to root:root, and 0440 shuts the server out.
+        user = re.search(r"^USER \d+:(\d+)$", (lib.ROOT / "Dockerfile").read_text(), re.MULTILINE)
+        for values in ({}, EVERYTHING):
+            context = objects(values)["Deployment", "sparsegdn"]["spec"]["template"]["spec"][
+                "securityContext"]
+            self.assertEqual(context["fsGroup"], int(user.group(1)))
+            self.assertEqual(context["fsGroupChangePolicy"], "OnRootMismatch")
+
+    def test_openshift_may_choose_the_group(self):
+        pod = objects(VARIANTS["openshift"])["Deployment", "sparsegdn"]["spec"]["template"]["spec"]
+        self.assertEqual(set(pod["securityContext"]), {"runAsNonRoot", "seccompProfile"})
 
     def test_workers_reach_socket_and_shared_memory(self):
         pod = objects(EVERYTHING)["Deployment", "sparsegdn"]["spec"]["template"]["spec"]
