@@ -42,6 +42,7 @@ inline constexpr MetricDef kAll[] = {
      "First tensor frame written until the result is taken by the transport."},
     {"sparsegdn_batch_tokens", MetricType::kHistogram, "", "Tokens of a step."},
     {"sparsegdn_batch_requests", MetricType::kHistogram, "", "Requests of a step."},
+    {"sparsegdn_max_batch_tokens", MetricType::kGauge, "", "Most tokens of a step."},
     {"sparsegdn_prompt_tokens_total", MetricType::kCounter, "",
      "Prompt tokens of finished requests, cached ones included."},
     {"sparsegdn_cached_tokens_total", MetricType::kCounter, "",

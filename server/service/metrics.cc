@@ -120,6 +120,7 @@ void Metrics::CreateGauges() {
   kept_bytes_ = &GaugeFamily("kept_snapshot_bytes", registry_).Add({});
   buffered_ = &GaugeFamily("slow_reader_bytes", registry_).Add({});
   overhead_ = &GaugeFamily("selection_overhead_ratio", registry_).Add({});
+  max_batch_tokens_ = &GaugeFamily("max_batch_tokens", registry_).Add({});
   ready_ = &GaugeFamily("ready", registry_).Add({});
   shared_memory_bytes_ = &GaugeFamily("shared_memory_bytes", registry_).Add({});
   auto& memory = GaugeFamily("device_memory_bytes", registry_);
@@ -161,6 +162,9 @@ void Metrics::OnStreamed(double seconds) { stream_->Observe(seconds); }
 void Metrics::OnSharedMemory(bool given) { shared_memory_calls_[given ? 1 : 0]->Increment(); }
 void Metrics::SetSharedMemoryBytes(uint64_t bytes) {
   shared_memory_bytes_->Set(static_cast<double>(bytes));
+}
+void Metrics::SetMaxBatchTokens(int64_t tokens) {
+  max_batch_tokens_->Set(static_cast<double>(tokens));
 }
 void Metrics::SetReady(bool ready) { ready_->Set(ready ? 1 : 0); }
 

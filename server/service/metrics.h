@@ -37,6 +37,7 @@ class Metrics final : public engine::EngineObserver {
   // A call that asked for shared memory got it, or streams.
   void OnSharedMemory(bool given);
   void SetSharedMemoryBytes(uint64_t bytes);
+  void SetMaxBatchTokens(int64_t tokens);
   void SetReady(bool ready);
   void SetModel(const model::ModelInfo& info);
   // The text exposition format; gauges are taken from `gauges` first.
@@ -75,7 +76,7 @@ class Metrics final : public engine::EngineObserver {
   Counter *slow_readers_, *prompt_tokens_, *cached_tokens_, *wasted_tokens_, *expired_, *events_,
       *events_selected_, *nonfinite_;
   Gauge *queue_requests_, *queue_tokens_, *queue_bytes_, *running_, *slots_free_, *kv_free_, *kept_,
-      *kept_bytes_, *buffered_, *overhead_, *ready_, *shared_memory_bytes_;
+      *kept_bytes_, *buffered_, *overhead_, *ready_, *shared_memory_bytes_, *max_batch_tokens_;
   prometheus::Family<Gauge>* model_info_;
   Gauge* model_info_child_;
   static constexpr int kMemoryKinds = 5;

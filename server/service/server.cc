@@ -107,7 +107,9 @@ class ServerImpl final : public Server {
         calls_([this] { return StallTimeout(); }),
         segments_(static_cast<uint64_t>(config.shared_memory_bytes),
                   std::chrono::seconds(config.shared_memory_linger_seconds),
-                  config.shared_memory_folder) {}
+                  config.shared_memory_folder) {
+    metrics_.SetMaxBatchTokens(BatchTokens(config));
+  }
   ~ServerImpl() override { Shutdown(nanoseconds(0)); }
 
   absl::Status Listen();

@@ -19,7 +19,7 @@ PROMISED = {
     "Queue wait": "sparsegdn_queue_wait_seconds_bucket",
     "Prefill p95 by prompt length": "sparsegdn_prefill_seconds_bucket",
     "Tokens per second": "sparsegdn_batch_tokens_sum",
-    "Batch fill": "sparsegdn_batch_tokens_count",
+    "Batch fill": "sparsegdn_max_batch_tokens",
     "Selection overhead": "sparsegdn_selection_seconds_sum",
     "Retention by budget": "sparsegdn_retention_ratio_sum",
     "Cancelled and expired": "sparsegdn_cancelled_total",
@@ -27,6 +27,11 @@ PROMISED = {
     "Cache hits": "sparsegdn_cached_tokens_total",
     "Snapshot export": "sparsegdn_snapshot_bytes_total",
     "Free capacity": "sparsegdn_state_slots_free",
+    "Redis failures": "sparsegdn_prefix_cache_redis_errors_total",
+    "Queue memory": "sparsegdn_queue_bytes",
+    "GPU memory": "sparsegdn_device_memory_bytes",
+    "Shared memory": "sparsegdn_shared_memory_bytes",
+    "Shared memory calls": "sparsegdn_shared_memory_calls_total",
 }
 
 

@@ -64,8 +64,7 @@ def dashboard_queries(dashboard):
         if variable["type"] == "query":
             series = re.fullmatch(r"label_values\((.+), \w+\)", variable["query"]["query"])
             found.append((f"variable {variable['name']}", series.group(1)))
-    values = {"$__rate_interval": "1m", "$job": ".*", "$instance": ".*",
-              "$max_batch_tokens": "8192"}
+    values = {"$__rate_interval": "1m", "$job": ".*", "$instance": ".*"}
     for where, expr in found:
         for name, value in values.items():
             expr = expr.replace(name, value)

@@ -34,6 +34,7 @@ START_SECONDS, SCRAPE_SECONDS = 120, 1
 # Options that the chart fills in itself, and the one that names the file.
 OWNED = {"listen", "metrics_listen", "port_file", "drain_seconds", "model.dir", "model.backend",
          "tls.cert", "tls.key", "tls.client_ca", "auth.tokens"}
+STEP_TOKENS = 6144
 PROMPTS = [("--dense", 70), ("--retention=0.29", 600), ("--retention=0.1", 3000), ("--keep", 64)]
 CONFIGURATION_ERROR, MODEL_ERROR = 2, 3
 
@@ -111,7 +112,7 @@ class Running:
         folder = self.folder
         # The CPU image with every part of `config` present.
         config = chart_config(folder, {"gpu": {"enabled": False}, "config": {
-            "engine": {"state_slots": 4}, "limits": {"max_queue_tokens": 4194304},
+            "engine": {"state_slots": 4, "max_batch_tokens": STEP_TOKENS}, "limits": {"max_queue_tokens": 4194304},
             "budget": {"retention": 0.29}, "model": {"threads": 2}}})
         ports = self.folder / "ports"
         self.server = Process(folder, "server", BIN / "sparsegdn-server", f"--config={config}",
@@ -228,6 +229,17 @@ class Live(unittest.TestCase):
                 numbers = [float(series["value"][1]) for series in result]
                 self.assertTrue(any(math.isfinite(number) for number in numbers),
                                 f"{expr} gave {numbers}")
+
+    def test_batch_fill_is_over_the_servers_own_steps(self):
+        def value(expr):
+            return float(self.running.query(expr)[0]["value"][1])
+        self.assertEqual(value("sparsegdn_max_batch_tokens"), STEP_TOKENS)
+        # Over the whole run: a rate at its edges is of another moment at each query.
+        panel = next(p for p in self.dashboard["panels"] if p["title"] == "Batch fill")
+        expr = panel["targets"][0]["expr"].replace("$job", ".*").replace("$instance", ".*")
+        fill = value(re.sub(r"rate\((\w+\{[^}]*\})\[\$__rate_interval\]\)", r"\1", expr))
+        mean = value("sparsegdn_batch_tokens_sum") / value("sparsegdn_batch_tokens_count")
+        self.assertAlmostEqual(fill, mean / STEP_TOKENS)
 
     def test_rules_evaluate_and_nothing_fires(self):
         def rules():

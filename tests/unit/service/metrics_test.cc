@@ -89,6 +89,7 @@ TEST(Metrics, ObservationsLand) {
   metrics.OnSnapshotReady(0.02);
   metrics.OnExpiredInQueue();
   metrics.OnNonFinite();
+  metrics.SetMaxBatchTokens(65536);
   engine::EngineGauges gauges;
   gauges.queue_tokens = 11;
   gauges.buffered_bytes = 12;
@@ -106,6 +107,7 @@ TEST(Metrics, ObservationsLand) {
   EXPECT_EQ(Value(text, "sparsegdn_retention_ratio_sum{budget_tier=\"mid\"}"), 0.29);
   EXPECT_EQ(Value(text, "sparsegdn_selection_overhead_ratio"), 0.25);
   EXPECT_EQ(Value(text, "sparsegdn_batch_tokens_sum"), 4096);
+  EXPECT_EQ(Value(text, "sparsegdn_max_batch_tokens"), 65536);
   EXPECT_EQ(Value(text, "sparsegdn_cancelled_total{stage=\"computing\"}"), 1);
   EXPECT_EQ(Value(text, "sparsegdn_wasted_tokens_total"), 77);
   EXPECT_EQ(Value(text, "sparsegdn_snapshot_bytes_total{dtype=\"bf16\"}"), 123);
