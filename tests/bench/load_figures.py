@@ -5,7 +5,8 @@
 
 BIN_DIR holds sparsegdn-server, sparsegdn, sparsegdn-fake-server and the engine benches, STUBS_DIR
 the generated Python stubs (build/<preset>/python). Prints a table with goal and verdict; exit code
-1 when a goal is missed. Under four minutes; --quick is one short round of each, for tests.
+1 when a goal is missed. Under four minutes; --quick, for tests, is one short round of each on the
+fake model alone.
 
 Each figure is a ratio within one run, on the fake model (a step takes 1 ms and 10 us a token,
 asleep: 98,800 tokens/s in full steps of 8,192) and on tiny-gdn, whose compute shares the cores with
@@ -22,12 +23,16 @@ service and callers. Prefix reuse is off.
   moment is the number of its steps done, interpolated, so that the wait is in steps as they went.
   The wait of a short prompt is from its call to its snapshot, as its caller sees them, less one
   step, its own; 99th percentile of all. The loss is of the long prompt's tokens/s, medians.
+
+Beside all of them /metrics, /livez and gRPC health are asked without end: a wrong answer ends the
+run, and median, 99th percentile and maximum of the times stand beside the figures in OUT_JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import bisect
+import contextlib
 import json
 import math
 import os
@@ -63,6 +68,7 @@ for folder in (OPTIONS.stubs_dir, ROOT / "tests/fault", ROOT / "tests/bench"):
 BIN = OPTIONS.bin_dir.resolve()
 os.environ["FAULT_SERVER_BINARY"] = str(BIN / "sparsegdn-server")
 import harness  # noqa: E402  needs the variable
+from prober import Prober  # noqa: E402
 from service_overhead import commit, machine  # noqa: E402
 from sparsegdn.v1 import prefill_pb2_grpc  # noqa: E402
 
@@ -81,6 +87,15 @@ def run_json(*command: object) -> dict:
     return json.loads(done.stdout)
 
 
+@contextlib.contextmanager
+def probed(server: harness.Server):
+    """A Prober whose every answer must have been right."""
+    with Prober(server) as prober:
+        yield prober
+    if prober.failed:
+        raise SystemExit(f"wrong answers under load: {prober.failed}")
+
+
 def engine_best(kind: str, seconds: int) -> dict:
     name = "sparsegdn-fake-engine-bench" if kind == FAKE else "sparsegdn-engine-bench"
     return run_json(BIN / name, CHUNK, 16, seconds, "--model", harness.MODELS / REAL,
@@ -91,7 +106,7 @@ def saturated(kind: str, best: float, seconds: int) -> dict:
     """What an open loop at OVERLOAD gets, while the rest is refused."""
     mix = MIX if kind == FAKE else {CHUNK: 1.0}
     mean = sum(length * weight for length, weight in mix.items()) / sum(mix.values())
-    with start(kind, "--max-queue-requests", 32) as server:
+    with start(kind, "--max-queue-requests", 32) as server, probed(server) as prober:
         report = run_json(
             BIN / "sparsegdn", "bench", "--server", server.target, "--json", "--rate",
             OVERLOAD * best / mean, "--seconds", seconds, "--mix",
@@ -103,7 +118,7 @@ def saturated(kind: str, best: float, seconds: int) -> dict:
     return {"tokens_per_second": computed / report["wall_seconds"],
             "offered_tokens_per_second": report["offered_tokens_per_second"],
             "codes": report["codes"], "batch_fill": report["server"]["batch_fill"],
-            "send_lag_seconds": report["send_lag_seconds"]}
+            "send_lag_seconds": report["send_lag_seconds"], "probes": prober.summary()}
 
 
 def goodput(kind: str, rounds: int, seconds: int) -> dict:
@@ -119,13 +134,16 @@ def goodput(kind: str, rounds: int, seconds: int) -> dict:
 def fill(kind: str, requests: int) -> dict:
     with start(kind) as server:
         before = [server.metric(f"sparsegdn_batch_tokens_{x}") for x in ("sum", "count")]
-        cell = run_json(BIN / "sparsegdn", "bench", "--server", server.target, "--json", "--lengths",
-                        SHORT, "--requests", requests, "--concurrency", 64, "--warmup", 0)
+        with probed(server) as prober:
+            cell = run_json(BIN / "sparsegdn", "bench", "--server", server.target, "--json",
+                            "--lengths", SHORT, "--requests", requests, "--concurrency", 64,
+                            "--warmup", 0)
         after = [server.metric(f"sparsegdn_batch_tokens_{x}") for x in ("sum", "count")]
     if cell["lengths"][0]["errors"]:
         raise SystemExit("a call of the fill failed")
     tokens, steps = (b - a for a, b in zip(before, after))
-    return {"steps": steps, "tokens": tokens, "fill": tokens / steps / STEP_TOKENS}
+    return {"steps": steps, "tokens": tokens, "fill": tokens / steps / STEP_TOKENS,
+            "probes": prober.summary()}
 
 
 class ShortCaller(threading.Thread):
@@ -183,7 +201,7 @@ class LongCall:
 def neighbours(kind: str, rounds: int) -> dict:
     request = harness.prompt(LONG)
     alone, beside, waits, extra = [], [], [], []
-    with start(kind) as server:
+    with start(kind) as server, probed(server) as prober:
         server.prefill(harness.prompt(4 * CHUNK))  # warm
         for index in range(rounds):
             alone.append(LongCall(server, request).seconds)
@@ -204,25 +222,23 @@ def neighbours(kind: str, rounds: int) -> dict:
             "steps_without": extra,
             "wait_steps": {"p50": statistics.median(waits),
                            "p99": waits[math.ceil(0.99 * len(waits)) - 1], "max": waits[-1]},
-            "loss": 1 - statistics.median(alone) / statistics.median(beside)}
+            "loss": 1 - statistics.median(alone) / statistics.median(beside),
+            "probes": prober.summary()}
 
 
 def figures() -> dict:
-    quick = OPTIONS.quick
-    out = {}
-    for kind in (FAKE, REAL):
-        out[kind] = {
-            "goodput": goodput(kind, 1 if quick else 3 if kind == FAKE else 2,
-                               4 if quick else 5 if kind == FAKE else 8),
-            "fill": fill(kind, 640 if quick else 1280),
-            "neighbours": neighbours(kind, 1 if quick else 6 if kind == FAKE else 3)}
-    return out
+    if OPTIONS.quick:
+        return {FAKE: {"goodput": goodput(FAKE, 1, 2), "fill": fill(FAKE, 640),
+                       "neighbours": neighbours(FAKE, 1)}}
+    return {FAKE: {"goodput": goodput(FAKE, 3, 5), "fill": fill(FAKE, 1280),
+                   "neighbours": neighbours(FAKE, 6)},
+            REAL: {"goodput": goodput(REAL, 2, 8), "fill": fill(REAL, 1280),
+                   "neighbours": neighbours(REAL, 3)}}
 
 
 def rows(measured: dict) -> list[dict]:
     out = []
-    for kind in (FAKE, REAL):
-        got = measured[kind]
+    for kind, got in measured.items():
         for name, value, goal, met in (
                 ("goodput at saturation over the engine's best", got["goodput"]["share"],
                  "at least 0.90", got["goodput"]["share"] >= 0.90),
