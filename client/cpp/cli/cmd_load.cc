@@ -83,7 +83,7 @@ FlagGroup OpenLoopFlags() {
            {"max-outstanding", "N",
             "Calls at the same time (default 512); arrivals beyond are not sent, and counted."},
            {"metrics", "URL", "The server's http://HOST:PORT/metrics, for batches and waste."},
-           {"step-tokens", "N", "The server's --max-batch-tokens, for the fill of batches."}}};
+           {"step-tokens", "N", "Its --max-batch-tokens, if it does not export it."}}};
 }
 
 absl::StatusOr<LoadOptions> ReadLoadOptions(const Args& args) {

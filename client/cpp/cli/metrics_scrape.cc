@@ -119,12 +119,18 @@ Json ServerWork(const Metrics& before, const Metrics& after, double step_tokens)
   const std::optional<double> steps = difference("batch_tokens_count");
   const std::optional<double> tokens = Ratio(difference("batch_tokens_sum"), steps);
   const std::optional<double> wasted = difference("wasted_tokens_total");
+  std::optional<double> most;
+  if (const auto own = after.find("sparsegdn_max_batch_tokens"); step_tokens > 0) {
+    most = step_tokens;
+  } else if (own != after.end() && own->second > 0) {
+    most = own->second;
+  }
   return {{"steps", Number(steps)},
           {"tokens_per_step", Number(tokens)},
           {"requests_per_step",
            Number(Ratio(difference("batch_requests_sum"), difference("batch_requests_count")))},
-          {"batch_fill", step_tokens > 0 ? Number(Ratio(tokens, step_tokens)) : Json(nullptr)},
-          {"step_tokens", step_tokens > 0 ? Json(step_tokens) : Json(nullptr)},
+          {"batch_fill", Number(Ratio(tokens, most))},
+          {"step_tokens", Number(most)},
           {"computed_tokens", Number(difference("batch_tokens_sum"))},
           {"prompt_tokens", Number(difference("prompt_tokens_total"))},
           {"cached_tokens", Number(difference("cached_tokens_total"))},

@@ -20,8 +20,8 @@ absl::StatusOr<Metrics> ParseMetrics(const std::string& text);
 absl::StatusOr<Metrics> FetchMetrics(const std::string& url);
 
 // What the server did between two scrapes: steps and what they held, tokens prefilled and wasted.
-// `step_tokens` is the most tokens of a step, 0 when not known. A figure whose counter is absent,
-// or fell (the server was started again), is null.
+// `step_tokens` is the most tokens of a step; 0: as the server exports it. A figure whose counter
+// is absent, or fell (the server was started again), is null.
 nlohmann::ordered_json ServerWork(const Metrics& before, const Metrics& after, double step_tokens);
 
 }  // namespace sparsegdn::cli

@@ -169,6 +169,17 @@ TEST(MetricsTest, WorkIsTheDifference) {
   EXPECT_TRUE(work["requests_per_step"].is_null());
   EXPECT_EQ(work["steps_by_tokens"], Json({{"64", 1}, {"256", 7}, {"+Inf", 2}}));
   EXPECT_TRUE(ServerWork(before, after, 0)["batch_fill"].is_null());
+  EXPECT_TRUE(ServerWork(before, after, 0)["step_tokens"].is_null());
+}
+
+TEST(MetricsTest, TheServerSaysWhatAStepHolds) {
+  const Metrics before = {{"sparsegdn_batch_tokens_sum", 0}, {"sparsegdn_batch_tokens_count", 0}};
+  const Metrics after = {{"sparsegdn_batch_tokens_sum", 2000},
+                         {"sparsegdn_batch_tokens_count", 10},
+                         {"sparsegdn_max_batch_tokens", 800}};
+  EXPECT_EQ(ServerWork(before, after, 0)["batch_fill"], 0.25);
+  EXPECT_EQ(ServerWork(before, after, 0)["step_tokens"], 800);
+  EXPECT_EQ(ServerWork(before, after, 400)["batch_fill"], 0.5);  // the flag wins
 }
 
 TEST(MetricsTest, AddressesRefused) {

@@ -32,6 +32,7 @@ class Metrics(http.server.BaseHTTPRequestHandler):
             f'sparsegdn_batch_tokens_bucket{{le="+Inf"}} {5 * n}\n'
             f"sparsegdn_batch_tokens_sum {500 * n}\nsparsegdn_batch_tokens_count {5 * n}\n"
             f"sparsegdn_batch_requests_sum {10 * n}\nsparsegdn_batch_requests_count {5 * n}\n"
+            "sparsegdn_max_batch_tokens 400\n"
             f"sparsegdn_prompt_tokens_total {400 * n}\nsparsegdn_wasted_tokens_total {50 * n}\n"
         ).encode()
         self.send_response(200)
@@ -100,6 +101,7 @@ class CliLoadTest(unittest.TestCase):
                       "5 steps of 100.0 tokens and 2.00 requests", "fill 0.500 of 200",
                       "50 wasted"):
             self.assertIn(words, text)
+        self.assertIn("fill 0.250 of 400", self.ok(*load, "--metrics", f"{url}/metrics"))
         for code, bad in ((4, f"{url}/none"), (4, "http://127.0.0.1:1/metrics"), (2, "nonsense")):
             with self.subTest(bad):
                 self.server.requests.clear()
