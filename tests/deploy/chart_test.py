@@ -32,6 +32,9 @@ EVERYTHING = {
     "grafanaDashboard": {"enabled": True},
     "tls": {"secretName": "server-cert", "clientCaSecretName": "client-ca"},
     "auth": {"tokensSecretName": "tokens"},
+    "redis": {"passwordSecretName": "redis", "passwordSecretKey": "redis-password"},
+    "networkPolicy": {"enabled": True, "grpcNamespaces": ["decode", "batch"],
+                      "httpNamespaces": ["monitoring"]},
     "unixSocket": {"enabled": True},
     "sharedMemory": {"enabled": True},
     "extraContainers": [{"name": "worker", "image": "registry.example/worker:1", "volumeMounts": [
@@ -39,7 +42,8 @@ EVERYTHING = {
         {"name": "shared-memory", "mountPath": "/dev/shm"}]}],
     "model": {"mountPath": "/models/m", "subPath": "9b", "volume": {"hostPath": {"path": "/srv/m"}}},
     "image": {"repository": "registry.example/sparsegdn", "tag": "9", "pullSecrets": [{"name": "s"}]},
-    "config": {"limits": {"max_queue_tokens": 4194304}, "budget": {"retention": 0.29}},
+    "config": {"limits": {"max_queue_tokens": 4194304}, "budget": {"retention": 0.29},
+               "prefix_cache": {"bytes": 1073741824, "redis": "redis://redis:6379"}},
     "extraArgs": ["--log-level=debug"],
     "extraEnv": [{"name": "SPARSEGDN_THREADS", "value": "8"}],
     "extraVolumes": [{"name": "x", "emptyDir": {}}],
@@ -81,6 +85,11 @@ WRONG = {
     "positional argument": ({"extraArgs": ["serve"]}, "/extraArgs/0"),
     "tokens in the values": ({"auth": {"tokens": "alice 0123456789abcdef"}}, "/auth"),
     "token file in config": ({"config": {"auth": {"tokens": "/t"}}}, "/config/auth"),
+    "Redis password in the values": ({"redis": {"password": "hunter2"}}, "/redis"),
+    "Redis password file in config": ({"config": {"prefix_cache": {"redis_password_file": "/p"}}},
+                                      "/config/prefix_cache"),
+    "namespace by a label": ({"networkPolicy": {"grpcNamespaces": ["team=a"]}},
+                             "/networkPolicy/grpcNamespaces/0"),
     "relative socket path": ({"unixSocket": {"mountPath": "run"}}, "/unixSocket/mountPath"),
     "shared memory without a unit": ({"sharedMemory": {"sizeLimit": "8GB"}},
                                      "/sharedMemory/sizeLimit"),
@@ -95,6 +104,8 @@ WRONG_TOGETHER = {
     "client authorities without a certificate": ({"tls": {"clientCaSecretName": "ca"}},
                                                  "tls.secretName"),
     "shared memory without a socket": ({"sharedMemory": {"enabled": True}}, "unixSocket.enabled"),
+    "a password without Redis": ({"redis": {"passwordSecretName": "redis"}},
+                                 "config.prefix_cache.redis"),
     "more minimal than maximal replicas": (
         {"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 2}}, "maxReplicas"),
     "no model": ({"model": {"existingClaim": ""}}, "model.existingClaim"),
@@ -176,7 +187,7 @@ class Chart(unittest.TestCase):
         base = {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service"}
         self.assertEqual({kind for kind, _ in objects({})}, base)
         self.assertEqual({kind for kind, _ in objects(EVERYTHING)},
-                         base | CUSTOM | {"HorizontalPodAutoscaler"})
+                         base | CUSTOM | {"HorizontalPodAutoscaler", "NetworkPolicy"})
         self.assertEqual({kind for kind, _ in objects(VARIANTS["cpu"])},
                          base - {"PodDisruptionBudget"})
 
@@ -265,6 +276,9 @@ class Pod(unittest.TestCase):
                                          "client_ca": "/etc/sparsegdn/client-ca/ca.crt"})
         self.assertIn('"max_queue_tokens": 4194304', data)  # not 4.194304e+06
         self.assertEqual(config["budget"], {"retention": 0.29})
+        self.assertEqual(config["prefix_cache"], {
+            "bytes": 1073741824, "redis": "redis://redis:6379",
+            "redis_password_file": "/etc/sparsegdn/redis/password"})
 
     def test_secrets_are_not_for_everybody(self):
         pod = objects(EVERYTHING)["Deployment", "sparsegdn"]["spec"]["template"]["spec"]
@@ -272,6 +286,9 @@ class Pod(unittest.TestCase):
         for name, secret in (("auth", "tokens"), ("tls", "server-cert")):
             self.assertEqual(volumes[name]["secret"],
                              {"secretName": secret, "defaultMode": 0o440})
+        self.assertEqual(volumes["redis"]["secret"], {
+            "secretName": "redis", "defaultMode": 0o440,
+            "items": [{"key": "redis-password", "path": "password"}]})
 
     def test_the_images_group_reads_the_secrets(self):
         # Without a group of the pod such files belong to root:root, and 0440 shuts the server out.
@@ -310,9 +327,11 @@ class Wiring(unittest.TestCase):
         self.labels = self.all["Deployment", "sparsegdn"]["spec"]["template"]["metadata"]["labels"]
 
     def test_selectors_find_the_pods(self):
-        for kind, name in (("Service", "sparsegdn"), ("Service", "sparsegdn-headless"),
-                           ("PodDisruptionBudget", "sparsegdn")):
-            selector = self.all[kind, name]["spec"]["selector"]
+        for kind, name, key in (("Service", "sparsegdn", "selector"),
+                                ("Service", "sparsegdn-headless", "selector"),
+                                ("PodDisruptionBudget", "sparsegdn", "selector"),
+                                ("NetworkPolicy", "sparsegdn", "podSelector")):
+            selector = self.all[kind, name]["spec"][key]
             selector = selector.get("matchLabels", selector)
             self.assertTrue(selector and selector.items() <= self.labels.items(), (kind, name))
 
@@ -320,6 +339,21 @@ class Wiring(unittest.TestCase):
         spec = self.all["Service", "sparsegdn-headless"]["spec"]
         self.assertEqual(spec["clusterIP"], "None")
         self.assertFalse(spec["publishNotReadyAddresses"])
+
+    def test_network_policy_keeps_both_ports(self):
+        def peers(policy):
+            self.assertEqual(policy["spec"]["policyTypes"], ["Ingress"])
+            return {rule["ports"][0]["port"]: rule["from"] for rule in policy["spec"]["ingress"]}
+
+        def named(*names):
+            return [{"namespaceSelector": {"matchExpressions": [
+                {"key": "kubernetes.io/metadata.name", "operator": "In", "values": list(names)}]}}]
+        self.assertEqual(peers(self.all["NetworkPolicy", "sparsegdn"]),
+                         {8500: named("decode", "batch"), 9500: named("monitoring")})
+        # Without names the own namespace alone: an empty or absent `from` would admit everybody.
+        own = objects({"networkPolicy": {"enabled": True}, "ports": {"grpc": 1500, "http": 1501}})
+        self.assertEqual(peers(own["NetworkPolicy", "sparsegdn"]),
+                         {1500: [{"podSelector": {}}], 1501: [{"podSelector": {}}]})
 
     def test_monitor_scrapes_each_server_once(self):
         monitor = self.all["ServiceMonitor", "sparsegdn"]["spec"]

@@ -33,7 +33,8 @@ MODEL = pathlib.Path(sys.argv[2] if len(sys.argv) > 2 else "")
 START_SECONDS, SCRAPE_SECONDS = 120, 1
 # Options that the chart fills in itself, and the one that names the file.
 OWNED = {"listen", "metrics_listen", "port_file", "drain_seconds", "model.dir", "model.backend",
-         "tls.cert", "tls.key", "tls.client_ca", "auth.tokens"}
+         "tls.cert", "tls.key", "tls.client_ca", "auth.tokens",
+         "prefix_cache.redis_password_file"}
 STEP_TOKENS = 6144
 PROMPTS = [("--dense", 70), ("--retention=0.29", 600), ("--retention=0.1", 3000), ("--keep", 64)]
 CONFIGURATION_ERROR, MODEL_ERROR = 2, 3
@@ -112,7 +113,8 @@ class Running:
         folder = self.folder
         # The CPU image with every part of `config` present.
         config = chart_config(folder, {"gpu": {"enabled": False}, "config": {
-            "engine": {"state_slots": 4, "max_batch_tokens": STEP_TOKENS}, "limits": {"max_queue_tokens": 4194304},
+            "engine": {"state_slots": 4, "max_batch_tokens": STEP_TOKENS},
+            "limits": {"max_queue_tokens": 4194304},
             "budget": {"retention": 0.29}, "model": {"threads": 2}}})
         ports = self.folder / "ports"
         self.server = Process(folder, "server", BIN / "sparsegdn-server", f"--config={config}",

@@ -49,6 +49,20 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if .Values.unixSocket.enabled }},unix:{{ .Values.unixSocket.mountPath }}/grpc.sock{{ end }}
 {{- end -}}
 
+{{- /* Peers of a network policy: pods of these namespaces. An empty `from` would admit everybody. */ -}}
+{{- define "sparsegdn.peers" -}}
+{{- if . -}}
+- namespaceSelector:
+    matchExpressions:
+      - key: kubernetes.io/metadata.name
+        operator: In
+        values:
+          {{- toYaml . | nindent 10 }}
+{{- else -}}
+- podSelector: {}
+{{- end -}}
+{{- end -}}
+
 {{- /* What the chart knows wins over .Values.config, which the schema keeps from naming it. */ -}}
 {{- define "sparsegdn.config" -}}
 {{- $own := dict
@@ -66,6 +80,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- if .Values.auth.tokensSecretName -}}
 {{- $_ := set $own "auth" (dict "tokens" "/etc/sparsegdn/auth/tokens") -}}
+{{- end -}}
+{{- if .Values.redis.passwordSecretName -}}
+{{- $_ := set $own "prefix_cache" (dict "redis_password_file" "/etc/sparsegdn/redis/password") -}}
 {{- end -}}
 {{- mergeOverwrite (deepCopy .Values.config) $own | toPrettyJson -}}
 {{- end -}}
