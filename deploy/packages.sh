@@ -8,6 +8,7 @@ build_packages=(
   libcpp-httplib-dev libopenblas-dev libhwy-dev libxxhash-dev
   libgtest-dev libgmock-dev libhiredis-dev libzstd-dev
 )
+fuzz_packages=(clang libclang-rt-dev)  # libFuzzer lies in the run-time package of clang's version
 client_packages=(python3 python3-numpy python3-grpcio python3-protobuf python3-xxhash)
 
 # ensure_packages NAME...: installs those that dpkg does not list as installed.

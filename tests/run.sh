@@ -25,6 +25,7 @@ step() { printf '\n== %s (%d s)\n' "$*" $((SECONDS - start)); }
 
 step "packages"
 ensure_packages "${build_packages[@]}" "${client_packages[@]}" redis-tools  # has redis-server
+[ "$all" = 0 ] || ensure_packages "${fuzz_packages[@]}"
 
 build() { # PRESET TARGET...
   local preset=$1 log

@@ -12,7 +12,7 @@ shift $(($# > 2 ? 2 : $#))
 
 skip() { echo "SKIPPED: libFuzzer: $*"; exit 77; }
 cxx=${CXX:-$(command -v clang++ || true)}
-[ -n "$cxx" ] || skip "no clang++ (Debian: clang)"
+[ -n "$cxx" ] || skip "no clang++ (Debian: clang libclang-rt-dev)"
 cc=${cxx/clang++/clang}
 probe=$(mktemp -d)
 trap 'rm -rf "$probe"' EXIT
