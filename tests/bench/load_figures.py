@@ -6,7 +6,7 @@
 BIN_DIR holds sparsegdn-server, sparsegdn, sparsegdn-fake-server and the engine benches, STUBS_DIR
 the generated Python stubs (build/<preset>/python). Prints a table with goal and verdict; exit code
 1 when a goal is missed. Under four minutes; --quick, for tests, is one short round of each on the
-fake model alone.
+fake model alone, judged by the median wait: its few short prompts have no 99th percentile.
 
 Each figure is a ratio within one run, on the fake model (a step takes 1 ms and 10 us a token,
 asleep: 98,800 tokens/s in full steps of 8,192) and on tiny-gdn, whose compute shares the cores with
@@ -35,7 +35,6 @@ import bisect
 import contextlib
 import json
 import math
-import os
 import pathlib
 import random
 import statistics
@@ -66,17 +65,16 @@ OPTIONS = arguments()
 for folder in (OPTIONS.stubs_dir, ROOT / "tests/fault", ROOT / "tests/bench"):
     sys.path.insert(0, str(folder.resolve()))
 BIN = OPTIONS.bin_dir.resolve()
-os.environ["FAULT_SERVER_BINARY"] = str(BIN / "sparsegdn-server")
-import harness  # noqa: E402  needs the variable
+import harness  # noqa: E402  needs the paths
 from prober import Prober  # noqa: E402
 from service_overhead import commit, machine  # noqa: E402
 from sparsegdn.v1 import prefill_pb2_grpc  # noqa: E402
 
 
 def start(kind: str, *flags: object) -> harness.Server:
-    command = [str(BIN / "sparsegdn-fake-server")] if kind == FAKE else None
+    program = "sparsegdn-fake-server" if kind == FAKE else "sparsegdn-server"
     return harness.Server("--prefix-cache-bytes", 0, "--log-level", "warning", *flags,
-                          model=REAL, command=command)
+                          model=REAL, command=[BIN / program])
 
 
 def run_json(*command: object) -> dict:
@@ -238,14 +236,15 @@ def figures() -> dict:
 
 def rows(measured: dict) -> list[dict]:
     out = []
+    of_waits = "p50" if OPTIONS.quick else "p99"
     for kind, got in measured.items():
+        wait = got["neighbours"]["wait_steps"][of_waits]
         for name, value, goal, met in (
                 ("goodput at saturation over the engine's best", got["goodput"]["share"],
                  "at least 0.90", got["goodput"]["share"] >= 0.90),
                 ("batch fill, 64 callers of 256 tokens", got["fill"]["fill"],
                  "at least 0.80", got["fill"]["fill"] >= 0.80),
-                ("p99 wait of 256 tokens beside 128K, steps", got["neighbours"]["wait_steps"]["p99"],
-                 "at most 2", got["neighbours"]["wait_steps"]["p99"] <= 2),
+                (f"{of_waits} wait of 256 tokens beside 128K, steps", wait, "at most 2", wait <= 2),
                 ("what the 128K prompt loses", got["neighbours"]["loss"],
                  "at most 0.20", got["neighbours"]["loss"] <= 0.20)):
             out.append({"model": kind, "figure": name, "measured": round(value, 4), "goal": goal,

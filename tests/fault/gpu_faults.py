@@ -25,17 +25,14 @@ import os
 import pathlib
 import re
 import shutil
-import signal
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-import urllib.error
-import urllib.request
 
+import harness
 import numpy as np
 from sparsegdn_client import Cancellation, Outputs, PrefillClient, PrefillError
 from sparsegdn_client.types import DENSE
@@ -57,46 +54,26 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Server:
-    """A child process on free ports of the loopback."""
+class Server(harness.Server):
+    """With the Python client, and time for a large model."""
 
-    def __init__(self, options, model: pathlib.Path, *flags: str, **environment: str) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        ports = pathlib.Path(self.folder.name) / "ports"
-        self.log = pathlib.Path(self.folder.name) / "log"
-        with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [options.server, "--model", model, "--backend", options.backend,
-                 "--prefix-cache-bytes", "0", "--listen", "127.0.0.1:0", "--metrics-listen",
-                 "127.0.0.1:0", "--port-file", ports, *flags],
-                stdout=log, stderr=log, env=dict(os.environ, **environment))
-        end = time.monotonic() + START_SECONDS
-        while not ports.exists() or len(ports.read_text().split()) < 2:
-            if self.process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(self.log.read_text())
-            time.sleep(0.05)
-        grpc_port, self.metrics_port = ports.read_text().split()
-        self.client = PrefillClient(f"127.0.0.1:{grpc_port}", max_attempts=1)
-        self.info = self.client.wait_until_ready(START_SECONDS)
+    def __init__(self, options, model: pathlib.Path, *flags: object, **environment: str) -> None:
+        super().__init__("--prefix-cache-bytes", 0, *flags, model=model, command=[options.server],
+                         backend=options.backend, start_seconds=START_SECONDS, env=environment)
+        self.client = PrefillClient(self.target, max_attempts=1)
 
     def gauges(self) -> dict[str, float]:
-        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
-        text = urllib.request.urlopen(url, timeout=10).read().decode()
+        text = self.http("/metrics")[1]
         return {m[1]: float(m[2]) for m in re.finditer(r"^sparsegdn_(\w+) (\S+)$", text, re.M)}
 
     def held(self) -> tuple[float, float, float]:
         g = self.gauges()
         return g["state_slots_free"], g["kv_tokens_free"], g["running_requests"]
 
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.client.close()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            self.process.wait(60)
-        self.folder.cleanup()
+    def close(self) -> None:
+        if hasattr(self, "client"):
+            self.client.close()
+        super().close()
 
 
 def prompt(tokens: int, vocab: int, seed: int = 0) -> np.ndarray:
@@ -205,17 +182,6 @@ def check_nan(options) -> dict:
                             all(a[0] == "OK" for a in rest) and worst < 2e-2}
 
 
-def readyz(port: str) -> int | None:
-    """The HTTP status; None where nobody answers."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5) as answer:
-            return answer.status
-    except urllib.error.HTTPError as error:
-        return error.code
-    except OSError:
-        return None
-
-
 def check_device(options) -> dict:
     with tempfile.TemporaryDirectory() as name:
         trigger, library = pathlib.Path(name) / "trigger", pathlib.Path(name) / "lib"
@@ -234,13 +200,13 @@ def check_device(options) -> dict:
             except PrefillError as error:
                 code = f"{error.code} {error.reason}"
             while server.process.poll() is None and time.monotonic() < began + 60:
-                status = readyz(server.metrics_port)
+                status = server.http("/readyz")[0]  # 0 where nobody answers
                 if not ready or ready[-1] != status:
                     ready.append(status)
             exit_code = server.process.wait(60)
             return {"call": code, "readyz": ready, "exit_code": exit_code,
                     "exited_after_seconds": round(time.monotonic() - began, 3),
-                    "log": server.log.read_text().splitlines()[-4:],
+                    "log": server.log().splitlines()[-4:],
                     "good": code.startswith("INTERNAL") and exit_code == DEVICE_EXIT and
                             any(status != 200 for status in ready)}
 

@@ -1,7 +1,8 @@
 """Starts the built server as a child process, speaks to it, and looks at how it ends.
 
 Everything runs on loopback with ports that the system chose, on a copy of a bundled model (the
-server caches the identity beside the model). FAULT_SERVER_BINARY names the executable.
+server caches the identity beside the model). FAULT_SERVER_BINARY names the executable where a
+Server is given no command.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sparsegdn.v1 import prefill_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "tests/data/models"
-BINARY = os.environ["FAULT_SERVER_BINARY"]
+BINARY = os.environ.get("FAULT_SERVER_BINARY", "FAULT_SERVER_BINARY is not set")
 CODE_DIR = Path(__file__).resolve().parent
 OPTIONS = [("grpc.max_receive_message_length", 16 << 20), ("grpc.max_send_message_length", 16 << 20)]
 
@@ -113,8 +114,9 @@ def prompt(tokens: int, seed: int = 0, **fields) -> pb.PrefillRequest:
 class Server:
     """A child process; a context manager that leaves nothing behind."""
 
-    def __init__(self, *flags: str, model: str | Path = "tiny-hybrid", ready: bool = True,
-                 command: list[str] | None = None) -> None:
+    def __init__(self, *flags: object, model: str | Path = "tiny-hybrid", ready: bool = True,
+                 command: list[str] | None = None, backend: str = "cpu", start_seconds: float = 10,
+                 env: dict[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self.folder = Path(self._folder.name)
         if isinstance(model, Path):
@@ -126,12 +128,13 @@ class Server:
         self.log_file = self.folder / "log"
         with open(self.log_file, "wb") as log:
             self.process = subprocess.Popen(
-                [*(command or [BINARY]), "--model", self.model, "--backend", "cpu",
+                [*(command or [BINARY]), "--model", self.model, "--backend", backend,
                  "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0",
                  "--port-file", ports, *map(str, flags)],
-                stdout=subprocess.DEVNULL, stderr=log, env=clean_environment())
+                stdout=subprocess.DEVNULL, stderr=log, env=clean_environment(**(env or {})))
         try:
-            if not eventually(lambda: ports.exists() or self.process.poll() is not None):
+            if not eventually(lambda: ports.exists() or self.process.poll() is not None,
+                              start_seconds):
                 raise AssertionError("no port file")
             if self.process.poll() is not None:
                 raise AssertionError(f"exit {self.process.returncode}: {self.log()}")
@@ -139,7 +142,7 @@ class Server:
             self.target = f"127.0.0.1:{self.port}"
             self.channel = self.new_channel()
             self.stub = prefill_pb2_grpc.PrefillServiceStub(self.channel)
-            if ready and not eventually(lambda: self.http("/readyz")[0] == 200):
+            if ready and not eventually(lambda: self.http("/readyz")[0] == 200, start_seconds):
                 raise AssertionError(f"not ready: {self.log()}")
         except BaseException:
             self.close()
