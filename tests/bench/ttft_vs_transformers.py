@@ -25,11 +25,10 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import importlib.util
 import json
-import os
 import pathlib
-import signal
 import statistics
 import subprocess
 import sys
@@ -43,6 +42,9 @@ from sparsegdn_client.types import DENSE
 from transformers import AutoModelForCausalLM, __version__ as transformers_version
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests/fault"))
+import harness  # noqa: E402  needs the path
+
 # Two BF16 runs that round at different places. transformers' own BF16 logits are off its FP32 ones
 # by 4 % in the mean and 7 % at most (32 layers of random weights, hidden size 256, 200 tokens), and
 # two independent errors of 7 % differ by 10 %.
@@ -87,29 +89,17 @@ def batch_of(options: argparse.Namespace) -> tuple[int, int]:
     return int(prompts), int(tokens)
 
 
-def start(options: argparse.Namespace, longest: int, folder: pathlib.Path):
-    """(process, TCP target, Unix target) of a server that listens."""
-    ports = folder / "ports"
+def start(options: argparse.Namespace, longest: int, socket: str) -> harness.Server:
+    """A server that is ready, on TCP and on the Unix socket."""
     chunk = 2048 * options.chunk_windows
     prompts, tokens = batch_of(options)
     rows = max(chunk, prompts * min(tokens, chunk))
     kv = max(2 * max(longest, chunk), prompts * (tokens + 256))
-    socket = f"unix:{folder}/socket"
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SPARSEGDN_")}
-    with open(folder / "log", "wb") as log:
-        process = subprocess.Popen(
-            [options.server, "--model", options.model, "--backend", options.backend,
-             "--chunk-windows", str(options.chunk_windows), "--max-batch-tokens", str(rows),
-             "--state-slots", str(max(2, prompts)), "--kv-tokens", str(kv),
-             "--prefix-cache-bytes", "0", "--listen", f"127.0.0.1:0,{socket}", "--metrics-listen=",
-             "--port-file", ports], stdout=log, stderr=log, env=environment)
-    end = time.monotonic() + START_SECONDS
-    while not ports.exists():
-        if process.poll() is not None or time.monotonic() > end:
-            process.kill()
-            raise SystemExit((folder / "log").read_text())
-        time.sleep(0.05)
-    return process, f"127.0.0.1:{ports.read_text().split()[0]}", socket
+    return harness.Server(
+        "--listen", f"127.0.0.1:0,{socket}", "--chunk-windows", options.chunk_windows,
+        "--max-batch-tokens", rows, "--state-slots", max(2, prompts), "--kv-tokens", kv,
+        "--prefix-cache-bytes", 0, model=options.model, command=[options.server],
+        backend=options.backend, start_seconds=START_SECONDS)
 
 
 def prompt(tokens: int, vocab: int) -> np.ndarray:
@@ -260,13 +250,15 @@ def main() -> int:
               "fla": importlib.util.find_spec("fla") is not None,
               "device": torch.cuda.get_device_name(0) if cuda else "cpu", "rows": []}
     kept: dict = {}
-    with tempfile.TemporaryDirectory() as name:
-        process, target, socket = start(options, max(lengths), pathlib.Path(name))
+    with contextlib.ExitStack() as stack:
+        socket = f"unix:{stack.enter_context(tempfile.TemporaryDirectory())}/socket"
+        server = stack.enter_context(start(options, max(lengths), socket))
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 options.model, dtype=torch.bfloat16, attn_implementation="sdpa",
                 device_map="cuda" if cuda else None).eval()
-            with PrefillClient(target) as tcp, PrefillClient(socket, shared_memory=True) as shared:
+            with PrefillClient(server.target) as tcp, \
+                    PrefillClient(socket, shared_memory=True) as shared:
                 clients = {False: tcp, True: shared}
                 info = tcp.wait_until_ready(START_SECONDS)
                 shared.wait_until_ready(START_SECONDS)
@@ -278,11 +270,10 @@ def main() -> int:
                 if options.batch:
                     report["batch"] = measure_batch(options, clients, model)
         except BaseException:
-            print((pathlib.Path(name) / "log").read_text(), file=sys.stderr)
+            print(server.log(), file=sys.stderr)
             raise
         finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
+            server.stop(timeout=60)  # a killed one leaves its shared memory behind
     if options.fp32:
         report["fp32"] = compare_fp32(options, model, kept)
     options.out.write_text(json.dumps(report, indent=1) + "\n")
