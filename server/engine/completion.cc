@@ -213,6 +213,7 @@ void EngineImpl::Finish(Request& request) {
         snapshots_.Commit(std::move(request.reservation), request.builder->TakeKept(),
                           request.plan.request.tenant, request.plan.ttl_seconds);
     if (!id.ok()) return Fail(request, id.status());
+    checker_.Seal(*id);
     result.snapshot_id = *std::move(id);
     result.snapshot_ttl_seconds = request.plan.ttl_seconds;
   }

@@ -69,6 +69,7 @@ class EngineObserver {
   virtual void OnCancelled(Stage /*stage*/, int64_t /*wasted_tokens*/) {}
   virtual void OnExpiredInQueue() {}
   virtual void OnNonFinite() {}
+  virtual void OnCorruptSnapshot() {}  // a kept one, found when a request resumed from it
   virtual void OnSnapshotBytes(ExportDType /*dtype*/, int64_t /*bytes*/) {}
   virtual void OnSlowReader(int64_t /*bytes*/) {}
 };

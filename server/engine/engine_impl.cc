@@ -14,6 +14,10 @@ namespace {
 
 constexpr int64_t kMinRetryMs = 100, kMaxRetryMs = 30'000;
 
+TaskThread::Mode TaskMode(EngineImpl::Mode mode) {
+  return mode == EngineImpl::Mode::kThread ? TaskThread::Mode::kThread : TaskThread::Mode::kInline;
+}
+
 std::unique_ptr<PrefixCache> MakePrefixCache(const EngineConfig& config, const Layout& layout,
                                              const Clock* clock,
                                              const std::shared_ptr<StreamShared>& shared,
@@ -23,8 +27,7 @@ std::unique_ptr<PrefixCache> MakePrefixCache(const EngineConfig& config, const L
   options.max_bytes = config.prefix_cache_bytes;
   options.fetch_ns = static_cast<int64_t>(config.prefix_fetch_seconds * 1e9);
   options.remote = config.prefix_remote;
-  options.mode =
-      mode == EngineImpl::Mode::kThread ? TaskThread::Mode::kThread : TaskThread::Mode::kInline;
+  options.mode = TaskMode(mode);
   return std::make_unique<PrefixCache>(options, layout, clock, [shared] { shared->waker.Wake(); });
 }
 
@@ -58,6 +61,7 @@ EngineImpl::EngineImpl(const EngineConfig& config, std::unique_ptr<model::ModelR
       snapshots_(config.kept_snapshot_bytes, clock),
       shared_(std::make_shared<StreamShared>()),
       prefix_cache_(MakePrefixCache(config, layout_, clock, shared_, mode)),
+      checker_(TaskMode(mode), snapshots_, layout_, [shared = shared_] { shared->waker.Wake(); }),
       limits_(config.limits) {
   shared_->clock = clock;
   PublishGauges();
@@ -174,6 +178,7 @@ absl::Status EngineImpl::Enqueue(RequestPtr& entry, PrefixPlan& prefix) {
   }
   entry->stream->Push(accepted);  // nobody has a callback yet
   if (prefix_cache_ != nullptr) entry->prefix = prefix_cache_->Start(std::move(prefix));
+  if (entry->plan.base != nullptr) entry->base_check = checker_.Start(entry->plan.base);
   entry->sequence = next_sequence_++;
   CountQueued(*entry, 1);
   tenants_.Enter(entry->plan.request.tenant, std::ssize(entry->plan.request.tokens));

@@ -19,6 +19,7 @@
 #include "server/engine/layout.h"
 #include "server/engine/prefix_cache.h"
 #include "server/engine/request.h"
+#include "server/engine/snapshot_checker.h"
 #include "server/engine/snapshot_import.h"
 #include "server/engine/snapshot_table.h"
 #include "server/engine/tenant_ledger.h"
@@ -49,6 +50,7 @@ class EngineImpl final : public Engine {
 
   // For tests: null without prefix reuse.
   PrefixCache* prefix_cache() { return prefix_cache_.get(); }
+  SnapshotTable& snapshots() { return snapshots_; }
 
   // One scheduling round: reap, admit, at most one step. True when a step ran or a request ended.
   // Only in kInline mode, or from the executor.
@@ -81,6 +83,7 @@ class EngineImpl final : public Engine {
   bool Admit(const EngineLimits& limits);
   RequestPtr NextAdmission(const EngineLimits& limits);
   void Start(RequestPtr request);
+  absl::Status CheckBase(const Request& request);
   absl::Status Prepare(Request& request);
   std::vector<size_t> Choose(const EngineLimits& limits);
   bool Step(const EngineLimits& limits);
@@ -117,6 +120,7 @@ class EngineImpl final : public Engine {
   ImportRegistry imports_;
   const std::shared_ptr<StreamShared> shared_;
   const std::unique_ptr<PrefixCache> prefix_cache_;  // null: no reuse
+  SnapshotChecker checker_;
 
   mutable std::mutex queue_mutex_;
   EngineLimits limits_;

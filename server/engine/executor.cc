@@ -122,6 +122,7 @@ EngineImpl::RequestPtr EngineImpl::NextAdmission(const EngineLimits& limits) {
   std::vector<Request*> passed;
   for (const size_t i : AdmissionOrder(view, clock_->NowNs())) {
     Request& request = *waiting_[i];
+    if (request.base_check != nullptr && !request.base_check->done()) continue;
     if (request.plan.tokens_to_run() > 0) {
       const int32_t free = runner_->free_slots();
       if (free == 0 || !SettlePrefix(request)) continue;
@@ -170,7 +171,19 @@ void EngineImpl::Start(RequestPtr request) {
   running_.push_back(std::move(request));
 }
 
+// The tokens before the snapshot are not known here: nothing can be computed in its place.
+absl::Status EngineImpl::CheckBase(const Request& request) {
+  if (request.base_check == nullptr || request.base_check->sound()) return absl::OkStatus();
+  if (snapshots_.Release(request.plan.request.resume_from, request.plan.request.tenant)) {
+    observer_->OnCorruptSnapshot();  // once, however many requests had it
+  }
+  return Refuse(absl::StatusCode::kDataLoss, "resume_from", "SNAPSHOT_CORRUPT",
+                "the kept snapshot no longer matches its checksum and was dropped; send the prompt "
+                "again from its start");
+}
+
 absl::Status EngineImpl::Prepare(Request& request) {
+  if (absl::Status s = CheckBase(request); !s.ok()) return s;
   RequestPlan& plan = request.plan;
   if (plan.request.keep_snapshot) {
     absl::StatusOr<std::unique_ptr<SnapshotTable::Reservation>> reservation =

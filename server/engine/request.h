@@ -12,6 +12,7 @@
 #include "server/engine/prefix_cache.h"
 #include "server/engine/prefix_recorder.h"
 #include "server/engine/snapshot_builder.h"
+#include "server/engine/snapshot_checker.h"
 #include "server/engine/snapshot_table.h"
 
 namespace sparsegdn::engine {
@@ -25,6 +26,7 @@ struct Request {
   std::shared_ptr<EventStream> stream;
   std::unique_ptr<SnapshotBuilder> builder;                 // from admission on; refers to plan
   std::unique_ptr<SnapshotTable::Reservation> reservation;  // with keep_snapshot
+  std::shared_ptr<SnapshotCheck> base_check;                // with resume_from, from the queue on
 
   int64_t start_position;                    // what is before it came from a snapshot or a prefix
   std::shared_ptr<PrefixLookup> prefix;      // null: nothing to reuse or to store

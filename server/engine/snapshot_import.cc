@@ -188,6 +188,7 @@ absl::StatusOr<SnapshotRef> ImportState::FinishLocked(uint64_t digest) {
   absl::StatusOr<std::string> id =
       table_.Commit(std::move(reservation_), *std::move(snapshot), tenant_, ttl_seconds_);
   if (!id.ok()) return id.status();
+  table_.Seal(*id);
   ref.snapshot_id = *std::move(id);
   return ref;
 }

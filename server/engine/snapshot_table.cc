@@ -5,7 +5,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "server/engine/encode.h"
 #include "server/engine/errors.h"
+#include "server/engine/frame_writer.h"
 
 namespace sparsegdn::engine {
 namespace {
@@ -63,12 +65,12 @@ absl::Status SnapshotTable::Reservation::Pin(int64_t bytes) {
 }
 
 void SnapshotTable::AddBlob(const Blob& blob) {
-  if (++blob_uses_[blob.get()] == 1) blob_bytes_ += static_cast<int64_t>(blob->size());
+  if (++blob_uses_[blob.get()].uses == 1) blob_bytes_ += static_cast<int64_t>(blob->size());
 }
 
 void SnapshotTable::DropBlob(const Blob& blob) {
   const auto it = blob_uses_.find(blob.get());
-  if (--it->second > 0) return;
+  if (--it->second.uses > 0) return;
   blob_bytes_ -= static_cast<int64_t>(blob->size());
   blob_uses_.erase(it);
 }
@@ -108,7 +110,7 @@ bool SnapshotTable::Release(const std::string& id, const std::string& tenant) {
   return true;
 }
 
-// use_count() can only grow under the lock, through Find: 1 here means that nobody uses it.
+// use_count() can only grow under the lock, through Find and Seal: 1 here means that nobody uses it.
 void SnapshotTable::SweepLocked() {
   const int64_t now = clock_->NowNs();
   for (auto it = entries_.begin(); it != entries_.end();) {
@@ -181,6 +183,49 @@ absl::StatusOr<std::string> SnapshotTable::Commit(std::unique_ptr<Reservation> r
   }
   reservation.reset();
   return id;
+}
+
+void SnapshotTable::Seal(const std::string& id) {
+  std::shared_ptr<const Snapshot> snapshot;
+  std::vector<Blob> open;
+  {
+    std::lock_guard lock(mutex_);
+    const auto it = by_id_.find(id);
+    if (it == by_id_.end()) return;
+    snapshot = it->second->snapshot;  // keeps its blobs in the table
+    snapshot->ForEachBlob([&](const Blob& blob) {
+      if (!blob_uses_.at(blob.get()).hash) open.push_back(blob);
+    });
+  }
+  std::vector<uint64_t> hashes;
+  for (const Blob& blob : open) hashes.push_back(Xxh3(*blob));
+  std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < open.size(); ++i) blob_uses_.at(open[i].get()).hash = hashes[i];
+}
+
+bool SnapshotTable::IsSound(const Snapshot& snapshot, const Layout& layout) const {
+  const auto sound = [&](const Blob& blob, ExportDType dtype) {
+    std::optional<uint64_t> sealed;
+    {
+      std::lock_guard lock(mutex_);
+      if (const auto it = blob_uses_.find(blob.get()); it != blob_uses_.end()) {
+        sealed = it->second.hash;
+      }
+    }
+    return sealed == Xxh3(*blob) &&
+           AllFinite(blob->data(), dtype, std::ssize(*blob) / ElementBytes(dtype));
+  };
+  for (const Snapshot::Layer& layer : snapshot.layers) {
+    if (layer.recurrent && !sound(layer.recurrent, ExportDType::kF32)) return false;
+    if (layer.conv && !sound(layer.conv, layout.compute)) return false;
+    for (const Blob& blob : layer.key) {
+      if (!sound(blob, layout.compute)) return false;
+    }
+    for (const Blob& blob : layer.value) {
+      if (!sound(blob, layout.compute)) return false;
+    }
+  }
+  return true;
 }
 
 void SnapshotTable::Sweep() {

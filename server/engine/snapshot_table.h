@@ -1,5 +1,6 @@
 // The snapshots that the server keeps: bounded in bytes, least recently used first to go, never one
-// that a request holds, each gone after its time to live, each seen by its tenant alone.
+// that a request holds, each gone after its time to live, each seen by its tenant alone. Each blob
+// has a hash, taken once, by which bytes that changed in memory are found before they are used.
 #ifndef SPARSEGDN_SERVER_ENGINE_SNAPSHOT_TABLE_H_
 #define SPARSEGDN_SERVER_ENGINE_SNAPSHOT_TABLE_H_
 
@@ -8,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -58,10 +60,18 @@ class SnapshotTable {
   // NEVER_FITS when no table of this size could hold it.
   absl::StatusOr<std::unique_ptr<Reservation>> Reserve(int64_t bytes, const Snapshot* base);
 
-  // Keeps a snapshot within its reservation and returns its id: 128 random bits in hex.
+  // Keeps a snapshot within its reservation and returns its id: 128 random bits in hex. To be sealed
+  // before anybody is told the id, or on the thread that checks it later.
   absl::StatusOr<std::string> Commit(std::unique_ptr<Reservation> reservation,
                                      std::shared_ptr<const Snapshot> snapshot, std::string tenant,
                                      uint32_t ttl_seconds);
+
+  // XXH3-64 of the snapshot's blobs that have none yet. Reads them without holding up the table.
+  // Nothing when the snapshot is gone.
+  void Seal(const std::string& id);
+  // Whether each blob has the hash that it was sealed with, and finite values alone. Reads every
+  // byte. `snapshot` is from Find.
+  bool IsSound(const Snapshot& snapshot, const Layout& layout) const;
 
   // Forgets what has expired.
   void Sweep();
@@ -79,6 +89,10 @@ class SnapshotTable {
     bool dead = false;         // expired or released, but still in use
   };
   using Entries = std::list<Entry>;  // least recently used first
+  struct BlobUse {
+    int64_t uses = 0;
+    std::optional<uint64_t> hash;  // absent until sealed
+  };
 
   void AddBlob(const Blob& blob);
   void DropBlob(const Blob& blob);
@@ -92,7 +106,7 @@ class SnapshotTable {
   mutable std::mutex mutex_;
   Entries entries_;
   std::map<std::string, Entries::iterator> by_id_;
-  std::unordered_map<const std::string*, int64_t> blob_uses_;
+  std::unordered_map<const std::string*, BlobUse> blob_uses_;
   int64_t blob_bytes_ = 0;
   int64_t reserved_bytes_ = 0;
   int64_t pinned_bytes_ = 0;  // of reservations and entries

@@ -90,6 +90,8 @@ inline constexpr MetricDef kAll[] = {
      "Calls that asked for shared memory: given, or refused and streamed."},
     {"sparsegdn_nonfinite_states_total", MetricType::kCounter, "",
      "Requests that failed with NaN or Inf in a state."},
+    {"sparsegdn_kept_snapshots_corrupt_total", MetricType::kCounter, "",
+     "Kept snapshots that failed a check when a request resumed from them and were dropped."},
     {"sparsegdn_ready", MetricType::kGauge, "", "1 while the model serves, else 0."},
     {"sparsegdn_build_info", MetricType::kGauge, "version,commit", "1."},
     {"sparsegdn_model_info", MetricType::kGauge, "name,identity,backend",

@@ -107,6 +107,7 @@ void Metrics::CreateCounters() {
   events_ = &CounterFamily("events_total", registry_).Add({});
   events_selected_ = &CounterFamily("events_selected_total", registry_).Add({});
   nonfinite_ = &CounterFamily("nonfinite_states_total", registry_).Add({});
+  corrupt_snapshots_ = &CounterFamily("kept_snapshots_corrupt_total", registry_).Add({});
 }
 
 void Metrics::CreateGauges() {
@@ -231,6 +232,8 @@ void Metrics::OnCancelled(Stage stage, int64_t wasted_tokens) {
 
 void Metrics::OnExpiredInQueue() { expired_->Increment(); }
 void Metrics::OnNonFinite() { nonfinite_->Increment(); }
+
+void Metrics::OnCorruptSnapshot() { corrupt_snapshots_->Increment(); }
 
 void Metrics::OnSnapshotBytes(engine::ExportDType dtype, int64_t bytes) {
   snapshot_bytes_[static_cast<int>(dtype)]->Increment(static_cast<double>(bytes));

@@ -51,6 +51,7 @@ class Metrics final : public engine::EngineObserver {
   void OnCancelled(Stage stage, int64_t wasted_tokens) override;
   void OnExpiredInQueue() override;
   void OnNonFinite() override;
+  void OnCorruptSnapshot() override;
   void OnSnapshotBytes(engine::ExportDType dtype, int64_t bytes) override;
   void OnSlowReader(int64_t bytes) override;
 
@@ -74,7 +75,7 @@ class Metrics final : public engine::EngineObserver {
   std::array<Counter*, 4> snapshot_bytes_;
   std::array<Counter*, 2> shared_memory_calls_;
   Counter *slow_readers_, *prompt_tokens_, *cached_tokens_, *wasted_tokens_, *expired_, *events_,
-      *events_selected_, *nonfinite_;
+      *events_selected_, *nonfinite_, *corrupt_snapshots_;
   Gauge *queue_requests_, *queue_tokens_, *queue_bytes_, *running_, *slots_free_, *kv_free_, *kept_,
       *kept_bytes_, *buffered_, *overhead_, *ready_, *shared_memory_bytes_, *max_batch_tokens_;
   prometheus::Family<Gauge>* model_info_;

@@ -45,12 +45,14 @@ class CountingObserver final : public engine::EngineObserver {
   }
   void OnExpiredInQueue() override { ++expired; }
   void OnNonFinite() override { ++nonfinite; }
+  void OnCorruptSnapshot() override { ++corrupt_snapshots; }
   void OnSnapshotBytes(engine::ExportDType, int64_t bytes) override { snapshot_bytes += bytes; }
   void OnSlowReader(int64_t) override { ++slow; }
 
   std::atomic<double> last_queue_wait{-1};
   std::atomic<int64_t> queue_waits{0}, steps{0}, step_tokens{0}, computed{0}, first_frames{0},
-      ready{0}, wasted_tokens{0}, expired{0}, nonfinite{0}, snapshot_bytes{0}, slow{0};
+      ready{0}, wasted_tokens{0}, expired{0}, nonfinite{0}, corrupt_snapshots{0}, snapshot_bytes{0},
+      slow{0};
   std::atomic<int64_t> cancelled[3] = {};
 };
 
