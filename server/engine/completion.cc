@@ -209,9 +209,8 @@ void EngineImpl::Finish(Request& request) {
   }
   Result result = MakeResult(request, *digest);
   if (request.reservation) {
-    absl::StatusOr<std::string> id =
-        snapshots_.Commit(std::move(request.reservation), request.builder->TakeKept(),
-                          request.plan.request.tenant, request.plan.ttl_seconds);
+    absl::StatusOr<std::string> id = snapshots_.Commit(
+        std::move(request.reservation), request.builder->TakeKept(), request.plan.ttl_seconds);
     if (!id.ok()) return Fail(request, id.status());
     checker_.Seal(*id);
     result.snapshot_id = *std::move(id);

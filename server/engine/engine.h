@@ -32,6 +32,7 @@ struct EngineLimits {
   int64_t max_prompt_tokens = 0;                   // 0: the model's context limit
   int64_t max_tenant_requests = 0;                 // of one tenant, waiting and running; 0: any
   int64_t max_tenant_tokens = 0;                   // their tokens; 0: any
+  int64_t max_tenant_kept_bytes = 0;               // kept and imported, and in the making; 0: any
   int64_t max_buffered_bytes_per_call = 64 << 20;  // unread frames before a call is paused
   int64_t max_buffered_bytes = int64_t{1} << 30;   // over all calls, unread frames
   double slow_reader_timeout_seconds = 30.0;       // a paused call whose reader takes nothing fails

@@ -24,6 +24,7 @@ absl::Status ValidateLimits(const EngineLimits& limits) {
   status.Update(AtLeast("limits.max_prompt_tokens", limits.max_prompt_tokens, 0));
   status.Update(AtLeast("limits.max_tenant_requests", limits.max_tenant_requests, 0));
   status.Update(AtLeast("limits.max_tenant_tokens", limits.max_tenant_tokens, 0));
+  status.Update(AtLeast("limits.max_tenant_kept_bytes", limits.max_tenant_kept_bytes, 0));
   status.Update(
       AtLeast("limits.max_buffered_bytes_per_call", limits.max_buffered_bytes_per_call, 1));
   status.Update(AtLeast("limits.max_buffered_bytes", limits.max_buffered_bytes, 1));

@@ -64,6 +64,7 @@ EngineImpl::EngineImpl(const EngineConfig& config, std::unique_ptr<model::ModelR
       checker_(TaskMode(mode), snapshots_, layout_, [shared = shared_] { shared->waker.Wake(); }),
       limits_(config.limits) {
   shared_->clock = clock;
+  snapshots_.SetTenantLimit(config.limits.max_tenant_kept_bytes);
   PublishGauges();
 }
 
@@ -93,6 +94,7 @@ absl::Status EngineImpl::SetLimits(const EngineLimits& limits) {
     std::lock_guard lock(queue_mutex_);
     limits_ = limits;
   }
+  snapshots_.SetTenantLimit(limits.max_tenant_kept_bytes);
   shared_->waker.Wake();
   return absl::OkStatus();
 }

@@ -186,8 +186,8 @@ absl::Status EngineImpl::Prepare(Request& request) {
   if (absl::Status s = CheckBase(request); !s.ok()) return s;
   RequestPlan& plan = request.plan;
   if (plan.request.keep_snapshot) {
-    absl::StatusOr<std::unique_ptr<SnapshotTable::Reservation>> reservation =
-        snapshots_.Reserve(layout_.kept_bytes(plan.snapshot_position), plan.base.get());
+    absl::StatusOr<std::unique_ptr<SnapshotTable::Reservation>> reservation = snapshots_.Reserve(
+        layout_.kept_bytes(plan.snapshot_position), plan.base.get(), plan.request.tenant);
     if (!reservation.ok()) return reservation.status();
     request.reservation = *std::move(reservation);
     if (plan.request.pin_snapshot) {

@@ -185,12 +185,9 @@ absl::Status CheckFits(const ValidationContext& context, const RequestPlan& plan
     }
   }
   if (plan.request.keep_snapshot) {
-    const int64_t bytes = context.layout.kept_bytes(plan.snapshot_position);
-    if (bytes > context.snapshots.max_bytes()) {
-      return NeverFits("keep_snapshot",
-                       absl::StrCat("the snapshot has ", bytes, " bytes, but the table holds ",
-                                    context.snapshots.max_bytes()));
-    }
+    absl::Status s = context.snapshots.CheckSize("keep_snapshot",
+                                                 context.layout.kept_bytes(plan.snapshot_position));
+    if (!s.ok()) return s;
   }
   if (const int64_t bytes = plan.MaxChunkBytes(); bytes > context.limits.max_buffered_bytes) {
     return NeverFits(

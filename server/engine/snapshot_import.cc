@@ -110,7 +110,7 @@ absl::Status ImportState::AddLocked(uint32_t id, uint64_t byte_offset, std::stri
 absl::Status ImportState::Charge(int64_t bytes) {
   if (!reservation_) {
     absl::StatusOr<std::unique_ptr<SnapshotTable::Reservation>> reservation =
-        table_.Reserve(0, nullptr);
+        table_.Reserve(0, nullptr, tenant_);
     if (!reservation.ok()) return reservation.status();
     reservation_ = *std::move(reservation);
   }
@@ -186,7 +186,7 @@ absl::StatusOr<SnapshotRef> ImportState::FinishLocked(uint64_t digest) {
   ref.bytes = static_cast<uint64_t>(kept_bytes);
   ref.ttl_seconds = ttl_seconds_;
   absl::StatusOr<std::string> id =
-      table_.Commit(std::move(reservation_), *std::move(snapshot), tenant_, ttl_seconds_);
+      table_.Commit(std::move(reservation_), *std::move(snapshot), ttl_seconds_);
   if (!id.ok()) return id.status();
   table_.Seal(*id);
   ref.snapshot_id = *std::move(id);
@@ -316,10 +316,8 @@ absl::StatusOr<std::unique_ptr<SnapshotImport>> ImportRegistry::Begin(
     SnapshotTable& table, const Clock* clock, uint32_t ttl_seconds, std::string tenant) {
   absl::StatusOr<ImportPlan> plan = PlanImport(manifest, model, layout);
   if (!plan.ok()) return plan.status();
-  if (plan->total_held_bytes > table.max_bytes()) {
-    return NeverFits("manifest.total_bytes",
-                     absl::StrCat("the snapshot takes ", plan->total_held_bytes,
-                                  " bytes, but the table holds ", table.max_bytes()));
+  if (absl::Status s = table.CheckSize("manifest.total_bytes", plan->total_held_bytes); !s.ok()) {
+    return s;
   }
   auto state = std::make_shared<ImportState>(*std::move(plan), layout, table, clock, ttl_seconds,
                                              std::move(tenant));

@@ -32,16 +32,15 @@ absl::StatusOr<std::string> RandomId() {
 
 SnapshotTable::Reservation::~Reservation() {
   std::lock_guard lock(table_->mutex_);
-  table_->reserved_bytes_ -= bytes_;
-  table_->pinned_bytes_ -= pinned_bytes_;
-  for (const Blob& blob : shared_) table_->DropBlob(blob);
+  table_->ReturnRoomLocked(*this);
 }
 
 absl::Status SnapshotTable::Reservation::Grow(int64_t bytes) {
   std::lock_guard lock(table_->mutex_);
-  if (absl::Status s = table_->MakeRoomLocked(bytes); !s.ok()) return s;
+  if (absl::Status s = table_->MakeRoomLocked(bytes, tenant_); !s.ok()) return s;
   bytes_ += bytes;
   table_->reserved_bytes_ += bytes;
+  table_->ChargeTenant(tenant_, bytes);
   return absl::OkStatus();
 }
 
@@ -64,14 +63,34 @@ absl::Status SnapshotTable::Reservation::Pin(int64_t bytes) {
   return absl::OkStatus();
 }
 
-void SnapshotTable::AddBlob(const Blob& blob) {
-  if (++blob_uses_[blob.get()].uses == 1) blob_bytes_ += static_cast<int64_t>(blob->size());
+// A tenant that holds nothing costs nothing, however many names there have been.
+void SnapshotTable::ChargeTenant(const std::string& tenant, int64_t bytes) {
+  if (bytes == 0) return;
+  const auto it = tenant_bytes_.try_emplace(tenant, 0).first;
+  if ((it->second += bytes) == 0) tenant_bytes_.erase(it);
+}
+
+void SnapshotTable::ReturnRoomLocked(Reservation& reservation) {
+  ChargeTenant(reservation.tenant_, -reservation.bytes_);
+  reserved_bytes_ -= std::exchange(reservation.bytes_, 0);
+  pinned_bytes_ -= std::exchange(reservation.pinned_bytes_, 0);
+  for (const Blob& blob : reservation.shared_) DropBlob(blob);
+  reservation.shared_.clear();
+}
+
+void SnapshotTable::AddBlob(const Blob& blob, const std::string& tenant) {
+  BlobUse& use = blob_uses_[blob.get()];
+  if (++use.uses > 1) return;
+  use.tenant = tenant;
+  blob_bytes_ += std::ssize(*blob);
+  ChargeTenant(tenant, std::ssize(*blob));
 }
 
 void SnapshotTable::DropBlob(const Blob& blob) {
   const auto it = blob_uses_.find(blob.get());
   if (--it->second.uses > 0) return;
-  blob_bytes_ -= static_cast<int64_t>(blob->size());
+  blob_bytes_ -= std::ssize(*blob);
+  ChargeTenant(it->second.tenant, -std::ssize(*blob));
   blob_uses_.erase(it);
 }
 
@@ -110,7 +129,8 @@ bool SnapshotTable::Release(const std::string& id, const std::string& tenant) {
   return true;
 }
 
-// use_count() can only grow under the lock, through Find and Seal: 1 here means that nobody uses it.
+// use_count() can only grow under the lock, through Find and Seal: 1 here means that nobody uses
+// it.
 void SnapshotTable::SweepLocked() {
   const int64_t now = clock_->NowNs();
   for (auto it = entries_.begin(); it != entries_.end();) {
@@ -121,20 +141,44 @@ void SnapshotTable::SweepLocked() {
   }
 }
 
-absl::Status SnapshotTable::MakeRoomLocked(int64_t bytes) {
+absl::Status SnapshotTable::CheckSize(const std::string& field, int64_t bytes) const {
   if (bytes > max_bytes_) {
-    return NeverFits("keep_snapshot",
-                     absl::StrCat("the snapshot has ", bytes, " bytes, wanted at most ", max_bytes_,
-                                  ", the size of the table"));
+    return NeverFits(field, absl::StrCat("the snapshot has ", bytes, " bytes, wanted at most ",
+                                         max_bytes_, ", the size of the table"));
   }
-  const auto fits = [&] { return blob_bytes_ + reserved_bytes_ + bytes <= max_bytes_; };
-  if (!fits()) SweepLocked();
-  for (auto it = entries_.begin(); !fits() && it != entries_.end();) {
-    const auto next = std::next(it);
-    if (it->snapshot.use_count() == 1 && it->pinned_bytes == 0) Erase(it);
-    it = next;
+  if (const int64_t most = tenant_limit_; most > 0 && bytes > most) {
+    return NeverFits(field, absl::StrCat("the snapshot has ", bytes, " bytes, wanted at most ",
+                                         most, ", what a tenant may keep"));
   }
-  if (fits()) return absl::OkStatus();
+  return absl::OkStatus();
+}
+
+absl::Status SnapshotTable::MakeRoomLocked(int64_t bytes, const std::string& tenant) {
+  const int64_t tenant_most = tenant_limit_;
+  const auto held = [&] {
+    const auto it = tenant_bytes_.find(tenant);
+    return it == tenant_bytes_.end() ? 0 : it->second;
+  };
+  const auto evict_until = [&](const auto& fits, bool own_alone) {
+    if (!fits()) SweepLocked();
+    for (auto it = entries_.begin(); !fits() && it != entries_.end();) {
+      const auto next = std::next(it);
+      const bool candidate = !own_alone || it->tenant == tenant;
+      if (candidate && it->snapshot.use_count() == 1 && it->pinned_bytes == 0) Erase(it);
+      it = next;
+    }
+    return fits();
+  };
+  if (!evict_until([&] { return tenant_most == 0 || held() + bytes <= tenant_most; }, true)) {
+    return Refuse(
+        absl::StatusCode::kResourceExhausted, "keep_snapshot", "TENANT_SNAPSHOT_LIMIT",
+        absl::StrCat("the snapshot has ", bytes, " bytes, but the tenant's in use or pinned hold ",
+                     held(), " and may hold ", tenant_most),
+        kTableFullRetryMs);
+  }
+  if (evict_until([&] { return blob_bytes_ + reserved_bytes_ + bytes <= max_bytes_; }, false)) {
+    return absl::OkStatus();
+  }
   return Refuse(
       absl::StatusCode::kResourceExhausted, "keep_snapshot", "SNAPSHOT_TABLE_FULL",
       absl::StrCat("the snapshot has ", bytes, " bytes, but snapshots in use or pinned hold ",
@@ -143,18 +187,15 @@ absl::Status SnapshotTable::MakeRoomLocked(int64_t bytes) {
 }
 
 absl::StatusOr<std::unique_ptr<SnapshotTable::Reservation>> SnapshotTable::Reserve(
-    int64_t bytes, const Snapshot* base) {
-  if (bytes > max_bytes_) {
-    std::lock_guard lock(mutex_);
-    return MakeRoomLocked(bytes);
-  }
-  std::unique_ptr<Reservation> reservation(new Reservation(this));
+    int64_t bytes, const Snapshot* base, std::string tenant) {
+  if (absl::Status s = CheckSize("keep_snapshot", bytes); !s.ok()) return s;
+  std::unique_ptr<Reservation> reservation(new Reservation(this, std::move(tenant)));
   if (base != nullptr) {
     std::lock_guard lock(mutex_);
     const auto share = [&](const Blob& blob) {
       if (!IsStable(blob)) return;
       // Counted already as a rule: the base comes from this table and is in use.
-      AddBlob(blob);
+      AddBlob(blob, reservation->tenant_);
       reservation->shared_.push_back(blob);
       bytes -= static_cast<int64_t>(blob->size());
     };
@@ -169,19 +210,17 @@ absl::StatusOr<std::unique_ptr<SnapshotTable::Reservation>> SnapshotTable::Reser
 
 absl::StatusOr<std::string> SnapshotTable::Commit(std::unique_ptr<Reservation> reservation,
                                                   std::shared_ptr<const Snapshot> snapshot,
-                                                  std::string tenant, uint32_t ttl_seconds) {
+                                                  uint32_t ttl_seconds) {
   absl::StatusOr<std::string> id = RandomId();
   if (!id.ok()) return id.status();
   const int64_t expires_ns = clock_->NowNs() + int64_t{ttl_seconds} * 1'000'000'000;
-  {
-    std::lock_guard lock(mutex_);
-    snapshot->ForEachBlob([this](const Blob& blob) { AddBlob(blob); });
-    const int64_t pinned_bytes = std::exchange(reservation->pinned_bytes_, 0);
-    entries_.push_back(
-        {*id, std::move(tenant), std::move(snapshot), expires_ns, pinned_bytes, false});
-    by_id_[*id] = std::prev(entries_.end());
-  }
-  reservation.reset();
+  std::lock_guard lock(mutex_);
+  const std::string& tenant = reservation->tenant_;
+  snapshot->ForEachBlob([&](const Blob& blob) { AddBlob(blob, tenant); });
+  const int64_t pinned_bytes = std::exchange(reservation->pinned_bytes_, 0);
+  entries_.push_back({*id, tenant, std::move(snapshot), expires_ns, pinned_bytes, false});
+  by_id_[*id] = std::prev(entries_.end());
+  ReturnRoomLocked(*reservation);
   return id;
 }
 

@@ -4,6 +4,7 @@
 #ifndef SPARSEGDN_SERVER_ENGINE_SNAPSHOT_TABLE_H_
 #define SPARSEGDN_SERVER_ENGINE_SNAPSHOT_TABLE_H_
 
+#include <atomic>
 #include <cstdint>
 #include <list>
 #include <map>
@@ -12,6 +13,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -32,7 +34,7 @@ class SnapshotTable {
     ~Reservation();
     Reservation(const Reservation&) = delete;
     Reservation& operator=(const Reservation&) = delete;
-    // Evicts as needed. RESOURCE_EXHAUSTED as Reserve.
+    // Evicts as needed. RESOURCE_EXHAUSTED as Reserve, but NEVER_FITS.
     absl::Status Grow(int64_t bytes);
     // The snapshot, of `bytes` in all, will stay until its time: nothing evicts it.
     // RESOURCE_EXHAUSTED (PIN_LIMIT) when pinned snapshots would hold more than half of the table.
@@ -40,8 +42,10 @@ class SnapshotTable {
 
    private:
     friend class SnapshotTable;
-    explicit Reservation(SnapshotTable* table) : table_(table) {}
+    Reservation(SnapshotTable* table, std::string tenant)
+        : table_(table), tenant_(std::move(tenant)) {}
     SnapshotTable* const table_;
+    const std::string tenant_;
     int64_t bytes_ = 0;
     int64_t pinned_bytes_ = 0;
     std::vector<Blob> shared_;  // counted like a snapshot's
@@ -55,15 +59,24 @@ class SnapshotTable {
   // False as Find. Whoever holds it still may go on using it.
   bool Release(const std::string& id, const std::string& tenant);
 
-  // Room for a snapshot of `bytes` in all, of which the stable KV segments of `base` (may be null)
-  // are shared. RESOURCE_EXHAUSTED, with a retry delay, when snapshots in use leave no room;
-  // NEVER_FITS when no table of this size could hold it.
-  absl::StatusOr<std::unique_ptr<Reservation>> Reserve(int64_t bytes, const Snapshot* base);
+  // Most that snapshots and reservations of one tenant hold; 0: as much as there is room for. What
+  // a tenant has beyond a limit that was lowered stays until it asks for room.
+  void SetTenantLimit(int64_t bytes) { tenant_limit_ = bytes; }
 
-  // Keeps a snapshot within its reservation and returns its id: 128 random bits in hex. To be sealed
-  // before anybody is told the id, or on the thread that checks it later.
+  // NEVER_FITS, naming `field`, when no snapshot of `bytes` could be held, however empty the table.
+  absl::Status CheckSize(const std::string& field, int64_t bytes) const;
+
+  // Room for a snapshot of `bytes` in all, of which the stable KV segments of `base` (may be null)
+  // are shared. A tenant at its limit makes room among its own snapshots first. RESOURCE_EXHAUSTED,
+  // with a retry delay, when snapshots in use or pinned leave no room: TENANT_SNAPSHOT_LIMIT when
+  // they are the tenant's, else SNAPSHOT_TABLE_FULL. NEVER_FITS as CheckSize.
+  absl::StatusOr<std::unique_ptr<Reservation>> Reserve(int64_t bytes, const Snapshot* base,
+                                                       std::string tenant);
+
+  // Keeps a snapshot within its reservation, for its tenant, and returns its id: 128 random bits in
+  // hex. To be sealed before anybody is told the id, or on the thread that checks it later.
   absl::StatusOr<std::string> Commit(std::unique_ptr<Reservation> reservation,
-                                     std::shared_ptr<const Snapshot> snapshot, std::string tenant,
+                                     std::shared_ptr<const Snapshot> snapshot,
                                      uint32_t ttl_seconds);
 
   // XXH3-64 of the snapshot's blobs that have none yet. Reads them without holding up the table.
@@ -91,22 +104,27 @@ class SnapshotTable {
   using Entries = std::list<Entry>;  // least recently used first
   struct BlobUse {
     int64_t uses = 0;
+    std::string tenant;            // who pays: only a tenant's own snapshots share
     std::optional<uint64_t> hash;  // absent until sealed
   };
 
-  void AddBlob(const Blob& blob);
+  void AddBlob(const Blob& blob, const std::string& tenant);
   void DropBlob(const Blob& blob);
   void Erase(Entries::iterator it);
   Entries::iterator FindLive(const std::string& id, const std::string& tenant);
   void SweepLocked();
-  absl::Status MakeRoomLocked(int64_t bytes);
+  void ChargeTenant(const std::string& tenant, int64_t bytes);
+  void ReturnRoomLocked(Reservation& reservation);
+  absl::Status MakeRoomLocked(int64_t bytes, const std::string& tenant);
 
   const int64_t max_bytes_;
   const Clock* const clock_;
+  std::atomic<int64_t> tenant_limit_{0};
   mutable std::mutex mutex_;
   Entries entries_;
   std::map<std::string, Entries::iterator> by_id_;
   std::unordered_map<const std::string*, BlobUse> blob_uses_;
+  std::unordered_map<std::string, int64_t> tenant_bytes_;  // of blobs and reservations
   int64_t blob_bytes_ = 0;
   int64_t reserved_bytes_ = 0;
   int64_t pinned_bytes_ = 0;  // of reservations and entries

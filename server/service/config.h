@@ -76,7 +76,7 @@ struct ServerConfig {
   int64_t max_queue_requests = 256;
   int64_t max_queue_tokens = 4 << 20;
   int64_t max_queue_bytes = 256 << 20;
-  int64_t max_tenant_requests = 0, max_tenant_tokens = 0;  // 0: any
+  int64_t max_tenant_requests = 0, max_tenant_tokens = 0, max_tenant_kept_bytes = 0;  // 0: any
   int64_t max_buffered_bytes_per_call = 64 << 20;
   int64_t max_buffered_bytes = int64_t{1} << 30;
   double slow_reader_timeout_seconds = 30.0;

@@ -129,6 +129,8 @@ const Option kOptions[] = {
     {"max-buffered-bytes-per-call", "limits.max_buffered_bytes_per_call",
      &C::max_buffered_bytes_per_call, "", 1 << 16, kBig,
      "unread frames of one call before it is paused"},
+    {"max-tenant-kept-bytes", "limits.max_tenant_kept_bytes", &C::max_tenant_kept_bytes, "", 0,
+     kBig, "kept and imported snapshots of one tenant; 0 as much as there is room for"},
     {"max-buffered-bytes", "limits.max_buffered_bytes", &C::max_buffered_bytes, "", 1 << 16, kBig,
      "unread frames of all calls"},
     {"slow-reader-timeout-seconds", "limits.slow_reader_timeout_seconds",
@@ -243,6 +245,7 @@ engine::EngineLimits ToEngineLimits(const ServerConfig& config) {
   limits.max_prompt_tokens = config.max_prompt_tokens;
   limits.max_buffered_bytes_per_call = config.max_buffered_bytes_per_call;
   limits.max_buffered_bytes = config.max_buffered_bytes;
+  limits.max_tenant_kept_bytes = config.max_tenant_kept_bytes;
   limits.slow_reader_timeout_seconds = config.slow_reader_timeout_seconds;
   limits.default_ttl_seconds = static_cast<uint32_t>(config.default_ttl_seconds);
   limits.max_ttl_seconds = static_cast<uint32_t>(config.max_ttl_seconds);

@@ -128,6 +128,32 @@ class Tokens(Case):
 
     def test_rotation(self):
         with Server("--auth-tokens", self.tokens, "--auth-refresh-seconds", 1) as server:
+    def test_what_one_tenant_keeps_is_bounded(self):
+        config = self.write("config.json", "{}")
+        with Server("--config", config, "--auth-tokens", self.tokens) as server:
+            alice = self.client(server.target, token_file=self.alice)
+            bob = self.client(server.target, token_file=self.bob)
+            done = alice.prefill(IDS, keep=True, pin=True)
+            one = int(server.metric("sparsegdn_kept_snapshot_bytes"))
+            self.assertGreater(one, 0)
+            self.write("config.json", json.dumps({"limits": {"max_tenant_kept_bytes": 2 * one}}))
+            server.process.send_signal(signal.SIGHUP)
+            self.assertTrue(eventually(lambda: server.log_lines("limits reloaded")))
+            alice.prefill(IDS, keep=True, pin=True)
+            full = ("RESOURCE_EXHAUSTED", "TENANT_SNAPSHOT_LIMIT")
+            refused = self.fails(*full, alice.prefill, IDS, keep=True)
+            self.assertGreater(refused.retry_after_seconds, 0)
+            self.assertNotIn("alice", refused.message)
+            self.fails(*full, alice.import_snapshot, done.snapshot)
+            self.fails("RESOURCE_EXHAUSTED", "NEVER_FITS", alice.prefill, IDS * 200, keep=True)
+            # Nobody else is bounded by it, and what needs no room goes on.
+            kept = [bob.prefill(IDS, keep=True).result.snapshot_id for _ in range(3)]
+            self.fails("NOT_FOUND", "SNAPSHOT_NOT_FOUND", bob.prefill, [7], resume_from=kept[0])
+            bob.prefill([7], resume_from=kept[2])
+            alice.prefill([7], resume_from=done.result.snapshot_id)
+            alice.release(done.result.snapshot_id)
+            alice.import_snapshot(done.snapshot)
+
             client = self.client(server.target, token_file=self.alice)
             client.model_info()
             self.write("tokens", f"alice {BOB[::-1]}xx\n")

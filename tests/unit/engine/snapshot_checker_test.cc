@@ -92,9 +92,9 @@ TEST(SnapshotChecker, ASealedValueThatIsNotFiniteIsFoundToo) {
     std::string& bytes = const_cast<std::string&>(*snapshot.layers[0].recurrent);
     bytes[3] = '\x7f';
     bytes[2] = finite ? '\x7f' : '\xc0';
-    auto reservation = *table.Reserve(layout.kept_bytes(0), nullptr);
+    auto reservation = *table.Reserve(layout.kept_bytes(0), nullptr, "");
     const std::string id = *table.Commit(
-        std::move(reservation), std::make_shared<const Snapshot>(std::move(snapshot)), "", 100);
+        std::move(reservation), std::make_shared<const Snapshot>(std::move(snapshot)), 100);
     EXPECT_FALSE(table.IsSound(*table.Find(id, ""), layout)) << "not sealed yet";
     table.Seal(id);
     EXPECT_EQ(table.IsSound(*table.Find(id, ""), layout), finite);

@@ -29,9 +29,9 @@ absl::StatusOr<std::string> Keep(SnapshotTable& table, std::shared_ptr<const Sna
                                  const std::string& tenant = "", uint32_t ttl = 100) {
   int64_t bytes = 0;
   snapshot->ForEachBlob([&](const Blob& b) { bytes += static_cast<int64_t>(b->size()); });
-  auto reservation = table.Reserve(bytes, nullptr);
+  auto reservation = table.Reserve(bytes, nullptr, tenant);
   if (!reservation.ok()) return reservation.status();
-  return table.Commit(*std::move(reservation), std::move(snapshot), tenant, ttl);
+  return table.Commit(*std::move(reservation), std::move(snapshot), ttl);
 }
 
 TEST(SnapshotTable, IdsAreLongAndDiffer) {
@@ -65,10 +65,10 @@ TEST(SnapshotTable, APinnedSnapshotStaysUntilItsTimeOrRelease) {
   FakeClock clock;
   SnapshotTable table(100, &clock);
   const auto pin = [&](size_t bytes, uint32_t ttl) -> absl::StatusOr<std::string> {
-    auto reservation = table.Reserve(0, nullptr);
+    auto reservation = table.Reserve(0, nullptr, "");
     if (absl::Status s = (*reservation)->Pin(static_cast<int64_t>(bytes)); !s.ok()) return s;
     if (absl::Status s = (*reservation)->Grow(static_cast<int64_t>(bytes)); !s.ok()) return s;
-    return table.Commit(*std::move(reservation), OfBytes(bytes), "", ttl);
+    return table.Commit(*std::move(reservation), OfBytes(bytes), ttl);
   };
   const std::string pinned = *pin(30, 5), other = *pin(20, 50);
   const std::string loose = *Keep(table, OfBytes(40));
@@ -93,7 +93,7 @@ TEST(SnapshotTable, AReservationThatFailsPinsNothing) {
   FakeClock clock;
   SnapshotTable table(100, &clock);
   for (int i = 0; i < 3; ++i) {
-    auto reservation = *table.Reserve(50, nullptr);
+    auto reservation = *table.Reserve(50, nullptr, "");
     EXPECT_TRUE(reservation->Pin(50).ok());
   }
 }
@@ -150,9 +150,9 @@ TEST(SnapshotTable, AReservationHoldsRoomAndReturnsIt) {
   FakeClock clock;
   SnapshotTable table(30, &clock);
   {
-    auto reservation = table.Reserve(20, nullptr);
+    auto reservation = table.Reserve(20, nullptr, "");
     EXPECT_EQ(table.bytes(), 20);
-    EXPECT_FALSE(table.Reserve(11, nullptr).ok());
+    EXPECT_FALSE(table.Reserve(11, nullptr, "").ok());
     EXPECT_TRUE((*reservation)->Grow(10).ok());
     EXPECT_FALSE((*reservation)->Grow(1).ok());
   }
@@ -163,6 +163,7 @@ TEST(SnapshotTable, SharedPrefixCountsOnce) {
   FakeClock clock;
   SnapshotTable table(4 << 20, &clock);
   const size_t prefix = 1 << 20;
+  table.SetTenantLimit((1 << 20) + 100);
   auto a = std::make_shared<Snapshot>();
   a->layers.resize(1);
   a->layers[0].key = {std::make_shared<const std::string>(prefix, 'k')};
@@ -170,16 +171,69 @@ TEST(SnapshotTable, SharedPrefixCountsOnce) {
   const std::string id = *Keep(table, a);
   a.reset();
   auto base = table.Find(id, "");
-  auto reservation = table.Reserve(static_cast<int64_t>(prefix) + 100, base.get());
+  auto reservation = table.Reserve(static_cast<int64_t>(prefix) + 100, base.get(), "");
   EXPECT_EQ(table.bytes(), static_cast<int64_t>(prefix) + 100);
   auto b = std::make_shared<Snapshot>();
   b->layers.resize(1);
   b->layers[0].key = {shared, std::make_shared<const std::string>(100, 'k')};
-  ASSERT_TRUE(table.Commit(*std::move(reservation), b, "", 100).ok());
+  ASSERT_TRUE(table.Commit(*std::move(reservation), b, 100).ok());
   EXPECT_EQ(table.bytes(), static_cast<int64_t>(prefix) + 100);
   base.reset();
   EXPECT_TRUE(table.Release(id, ""));
   EXPECT_EQ(table.bytes(), static_cast<int64_t>(prefix) + 100) << "b still holds the prefix";
+}
+
+TEST(SnapshotTable, ATenantAtItsLimitEvictsItsOwnAndNobodyElses) {
+  FakeClock clock;
+  SnapshotTable table(100, &clock);
+  table.SetTenantLimit(40);
+  const std::string blue = *Keep(table, OfBytes(30), "blue");
+  const std::string first = *Keep(table, OfBytes(20), "red");
+  const std::string second = *Keep(table, OfBytes(20), "red");
+  const std::string third = *Keep(table, OfBytes(20), "red");
+  EXPECT_FALSE(table.Find(first, "red")) << "the least recently used of its own";
+  EXPECT_TRUE(table.Find(blue, "blue")) << "older, but another tenant's";
+  const auto held = table.Find(second, "red");
+  const std::string fourth = *Keep(table, OfBytes(20), "red");
+  EXPECT_FALSE(table.Find(third, "red"));
+  // What is in use, and what is being made, cannot go.
+  auto reservation = table.Reserve(20, nullptr, "red");
+  ASSERT_TRUE(reservation.ok());
+  EXPECT_FALSE(table.Find(fourth, "red"));
+  const absl::Status full = (*reservation)->Grow(1);
+  EXPECT_EQ(Describe(full), "RESOURCE_EXHAUSTED keep_snapshot TENANT_SNAPSHOT_LIMIT");
+  EXPECT_TRUE(DetailsOf(full).retry_after_ms);
+  EXPECT_TRUE(Keep(table, OfBytes(10), "blue").ok()) << "nobody else is bounded by it";
+  reservation->reset();
+  EXPECT_TRUE(Keep(table, OfBytes(20), "red").ok());
+  EXPECT_EQ(Describe(Keep(table, OfBytes(41), "red").status()),
+            "RESOURCE_EXHAUSTED keep_snapshot NEVER_FITS");
+  // A limit that is lowered takes nothing away by itself.
+  table.SetTenantLimit(10);
+  EXPECT_TRUE(table.Find(second, "red") && table.Find(blue, "blue"));
+  EXPECT_EQ(Describe(Keep(table, OfBytes(10), "red").status()),
+            "RESOURCE_EXHAUSTED keep_snapshot TENANT_SNAPSHOT_LIMIT");
+  EXPECT_EQ(table.bytes(), 60) << "red's unused one went, what is held and blue's stay";
+  table.SetTenantLimit(0);
+  EXPECT_TRUE(Keep(table, OfBytes(40), "red").ok());
+}
+
+// Pinning alone let one tenant take half of the table for as long as it liked.
+TEST(SnapshotTable, PinnedSnapshotsCountForTheirTenant) {
+  FakeClock clock;
+  SnapshotTable table(100, &clock);
+  table.SetTenantLimit(25);
+  const auto pin = [&](int64_t bytes, const char* tenant) -> absl::Status {
+    auto reservation = table.Reserve(bytes, nullptr, tenant);
+    if (!reservation.ok()) return reservation.status();
+    if (absl::Status s = (*reservation)->Pin(bytes); !s.ok()) return s;
+    return table.Commit(*std::move(reservation), OfBytes(static_cast<size_t>(bytes)), 10).status();
+  };
+  EXPECT_TRUE(pin(25, "red").ok());
+  EXPECT_EQ(Describe(pin(1, "red")), "RESOURCE_EXHAUSTED keep_snapshot TENANT_SNAPSHOT_LIMIT");
+  EXPECT_TRUE(pin(25, "blue").ok());
+  clock.AdvanceSeconds(10);
+  EXPECT_TRUE(pin(25, "red").ok()) << "its time is over";
 }
 
 TEST(AppendSegment, ThousandsOfOneRowStepsLeaveFewSegments) {

@@ -308,6 +308,34 @@ TEST(TenantLimit, BoundsOneTenantAndNobodyElse) {
   h.ExpectNoLeak();
 }
 
+TEST(TenantLimit, BoundsWhatOneTenantKeeps) {
+  const int64_t kept = engine::Layout(SmallHybridInfo()).kept_bytes(99);
+  engine::EngineConfig config = Harness::DenseConfig();
+  config.limits.max_tenant_kept_bytes = 2 * kept;
+  Harness h({}, config);
+  const auto keep = [&](const char* tenant, int64_t tokens, bool pin) {
+    PrefillRequest request = Harness::Prompt(tokens);
+    request.tenant = tenant;
+    request.keep_snapshot = true;
+    request.pin_snapshot = pin;
+    return request;
+  };
+  EXPECT_EQ(Describe(h.SubmitError(keep("a", 1000, false))),
+            "RESOURCE_EXHAUSTED keep_snapshot NEVER_FITS");
+  for (int i = 0; i < 2; ++i) EXPECT_TRUE(h.Complete(keep("a", 100, true)).status->ok());
+  EXPECT_EQ(Describe(*h.Complete(keep("a", 100, false)).status),
+            "RESOURCE_EXHAUSTED keep_snapshot TENANT_SNAPSHOT_LIMIT");
+  EXPECT_TRUE(h.Complete(keep("b", 100, false)).status->ok());
+  // A reload applies to the next request.
+  engine::EngineLimits limits = config.limits;
+  limits.max_tenant_kept_bytes = 3 * kept;
+  ASSERT_TRUE(h.engine().SetLimits(limits).ok());
+  EXPECT_TRUE(h.Complete(keep("a", 100, false)).status->ok());
+  limits.max_tenant_kept_bytes = -1;
+  EXPECT_FALSE(h.engine().SetLimits(limits).ok());
+  h.ExpectNoLeak();
+}
+
 TEST(TenantLimit, AFreeSlotGoesToTheTenantWithTheFewest) {
   FakeRunnerOptions options;
   options.limits.state_slots = 2;
