@@ -1,7 +1,6 @@
 #include "server/service/startup.h"
 
 #include <grpcpp/grpcpp.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -11,6 +10,7 @@
 #include "server/model/cuda_op_table.h"
 #include "server/service/convert_response.h"
 #include "server/service/log.h"
+#include "server/service/memory_limit.h"
 #include "server/service/small_file.h"
 
 namespace sparsegdn::service {
@@ -18,10 +18,15 @@ namespace {
 
 constexpr int64_t kKvBlockTokens = 256;
 
-// With --kv-tokens 0: room for two of the longest prompts, but at most a quarter of the machine's
-// memory at FP32, and at least one chunk.
 constexpr int64_t kGpuChunkWindows = 8;
 
+bool RunsOnGpu(const ServerConfig& config) {
+  return config.backend == "cuda" ||
+         (config.backend == "auto" && model::CudaDevicePresent(static_cast<int>(config.device)));
+}
+
+// With --kv-tokens 0: room for two of the longest prompts, but at most a quarter of the memory at
+// FP32, and at least one chunk. A container's limit is no bound where KV lies on a device.
 int64_t KvTokens(const ServerConfig& config, const model::ModelConfig& model) {
   if (config.kv_tokens > 0) return config.kv_tokens;
   int64_t longest = model.max_position_embeddings;
@@ -29,7 +34,8 @@ int64_t KvTokens(const ServerConfig& config, const model::ModelConfig& model) {
   const int64_t full =
       std::count(model.layers.begin(), model.layers.end(), model::LayerKind::kFull);
   const int64_t bytes = full * 2 * model.num_kv_heads * model.head_dim * 4;
-  const int64_t memory = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+  const int64_t physical = PhysicalMemoryBytes();
+  const int64_t memory = RunsOnGpu(config) ? physical : UsableMemoryBytes(physical);
   int64_t tokens = 2 * longest;
   if (bytes > 0) tokens = std::min(tokens, memory / 4 / bytes);
   tokens = std::max(tokens, config.chunk_windows * kWindow);
@@ -53,10 +59,7 @@ std::string VersionText() {
 
 ServerConfig WithChunkWindows(ServerConfig config) {
   if (config.chunk_windows > 0) return config;
-  const bool gpu = config.backend == "cuda" ||
-                   (config.backend == "auto" &&
-                    model::CudaDevicePresent(static_cast<int>(config.device)));
-  config.chunk_windows = gpu ? kGpuChunkWindows : 1;
+  config.chunk_windows = RunsOnGpu(config) ? kGpuChunkWindows : 1;
   // ParseConfig has seen to it that a step holds one window at least.
   config.chunk_windows = std::min(config.chunk_windows, BatchTokens(config) / kWindow);
   return config;
