@@ -37,7 +37,8 @@ struct ServerConfig {
   int64_t drain_seconds = 60;
   int64_t keepalive_seconds = 10;
   int64_t keepalive_timeout_seconds = 5;
-  int64_t max_connection_age_seconds = 0;  // 0: connections live as long as the peer likes
+  int64_t max_connection_age_seconds = 0;        // 0: connections live as long as the peer likes
+  int64_t grpc_memory_bytes = int64_t{1} << 30;  // of what connections hold unread
   std::string tls_cert, tls_key, tls_client_ca;
   std::string auth_tokens;            // file of bearer tokens; empty: none is asked for
   int64_t auth_refresh_seconds = 10;  // how often certificate and token files are looked at

@@ -43,6 +43,9 @@ const Option kOptions[] = {
     {"max-connection-age-seconds", "grpc.max_connection_age_seconds",
      &C::max_connection_age_seconds, "", 0, 604800,
      "age at which clients are asked to reconnect, so that load spreads; 0 never"},
+    {"grpc-memory-bytes", "grpc.memory_bytes", &C::grpc_memory_bytes, "", 16 << 20, kBig,
+     "memory of what connections have sent and no call has taken yet; beyond it calls are "
+     "cancelled"},
     {"tls-cert", "tls.cert", &C::tls_cert, "", 0, 0, "PEM certificate chain of the server"},
     {"tls-key", "tls.key", &C::tls_key, "", 0, 0, "PEM private key of the server"},
     {"tls-client-ca", "tls.client_ca", &C::tls_client_ca, "", 0, 0,
@@ -126,11 +129,11 @@ const Option kOptions[] = {
      "requests of one tenant that may wait or run; 0 as many as there is room for"},
     {"max-tenant-tokens", "limits.max_tenant_tokens", &C::max_tenant_tokens, "", 0, kBig,
      "their tokens; 0 as many as there is room for"},
+    {"max-tenant-kept-bytes", "limits.max_tenant_kept_bytes", &C::max_tenant_kept_bytes, "", 0,
+     kBig, "kept and imported snapshots of one tenant; 0 as much as there is room for"},
     {"max-buffered-bytes-per-call", "limits.max_buffered_bytes_per_call",
      &C::max_buffered_bytes_per_call, "", 1 << 16, kBig,
      "unread frames of one call before it is paused"},
-    {"max-tenant-kept-bytes", "limits.max_tenant_kept_bytes", &C::max_tenant_kept_bytes, "", 0,
-     kBig, "kept and imported snapshots of one tenant; 0 as much as there is room for"},
     {"max-buffered-bytes", "limits.max_buffered_bytes", &C::max_buffered_bytes, "", 1 << 16, kBig,
      "unread frames of all calls"},
     {"slow-reader-timeout-seconds", "limits.slow_reader_timeout_seconds",
@@ -242,10 +245,10 @@ engine::EngineLimits ToEngineLimits(const ServerConfig& config) {
   limits.max_queue_bytes = config.max_queue_bytes;
   limits.max_tenant_requests = config.max_tenant_requests;
   limits.max_tenant_tokens = config.max_tenant_tokens;
+  limits.max_tenant_kept_bytes = config.max_tenant_kept_bytes;
   limits.max_prompt_tokens = config.max_prompt_tokens;
   limits.max_buffered_bytes_per_call = config.max_buffered_bytes_per_call;
   limits.max_buffered_bytes = config.max_buffered_bytes;
-  limits.max_tenant_kept_bytes = config.max_tenant_kept_bytes;
   limits.slow_reader_timeout_seconds = config.slow_reader_timeout_seconds;
   limits.default_ttl_seconds = static_cast<uint32_t>(config.default_ttl_seconds);
   limits.max_ttl_seconds = static_cast<uint32_t>(config.max_ttl_seconds);

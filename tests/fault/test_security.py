@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import grpc
 from authority import Authority
 from harness import Details, Server, clean_environment, eventually, prompt, run_to_exit
+from raw_http2 import Connection, pump
 from sparsegdn.v1 import prefill_pb2 as pb
 from sparsegdn.v1 import prefill_pb2_grpc
 from sparsegdn_client import PrefillClient, PrefillError
@@ -126,8 +128,6 @@ class Tokens(Case):
                                  63)
                 alice.release(held)
 
-    def test_rotation(self):
-        with Server("--auth-tokens", self.tokens, "--auth-refresh-seconds", 1) as server:
     def test_what_one_tenant_keeps_is_bounded(self):
         config = self.write("config.json", "{}")
         with Server("--config", config, "--auth-tokens", self.tokens) as server:
@@ -154,6 +154,8 @@ class Tokens(Case):
             alice.release(done.result.snapshot_id)
             alice.import_snapshot(done.snapshot)
 
+    def test_rotation(self):
+        with Server("--auth-tokens", self.tokens, "--auth-refresh-seconds", 1) as server:
             client = self.client(server.target, token_file=self.alice)
             client.model_info()
             self.write("tokens", f"alice {BOB[::-1]}xx\n")
@@ -317,6 +319,34 @@ class Wire(Case):
             with server.new_channel() as channel:
                 stub = prefill_pb2_grpc.PrefillServiceStub(channel)
                 self.assertTrue(server.prefill(prompt(20), stub=stub).whole)
+
+    def test_what_is_half_received_is_bounded(self):
+        limit, calls = 64 << 20, 16
+        def resident() -> int:
+            status = Path(f"/proc/{server.process.pid}/status").read_text()
+            return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) << 10
+        with Server("--grpc-memory-bytes", limit) as server:
+            before = resident()
+            # 1 GiB that no handler has seen: 256 calls, each a byte short of a message of 4 MiB.
+            flood = [Connection(server.port, method, 4 << 20, calls)
+                     for method in ("/sparsegdn.v1.PrefillService/Prefill",
+                                    "/sparsegdn.v1.PrefillService/ImportSnapshot") * 8]
+            for connection in flood:
+                self.addCleanup(connection.close)
+            pump(flood, 1.0)
+            self.assertLess(resident() - before, 512 << 20)
+            self.assertGreater(sum(c.cancelled + (not c.open) * calls for c in flood), calls)
+            self.assertTrue(eventually(lambda: self.works(server), 30))
+            for connection in flood:
+                connection.close()
+            self.assertTrue(eventually(lambda: self.works(server), 30))
+            self.assertEqual(server.stop(), 0)
+
+    def works(self, server: Server) -> bool:
+        try:
+            return server.prefill(prompt(500), timeout=10).whole
+        except grpc.RpcError:
+            return False
 
     def test_fields_are_bounded(self):
         rows = {"request_id": "x" * 129, "resume_from": "x" * (1 << 20), "tenant": "t" * 257}
