@@ -273,6 +273,24 @@ class Leaving(unittest.TestCase):
                     self.assertNotEqual(event.WhichOneof("event"), "result")
             self.assertTrue(eventually(server.idle))
 
+    def test_client_that_stops_sending(self):
+        with Server("--slow-reader-timeout-seconds", 1) as server:
+            snapshot = server.prefill(prompt(100))
+            over = threading.Event()
+            self.addCleanup(over.set)
+
+            def frames():
+                yield pb.SnapshotFrame(header=pb.SnapshotHeader(manifest=snapshot.manifest))
+                over.wait(30)
+
+            with self.assertRaises(grpc.RpcError) as caught:
+                server.stub.ImportSnapshot(frames(), timeout=20)
+            self.assertEqual(caught.exception.code(), CODE.CANCELLED)  # the cut came first
+            ended = eventually(lambda: server.log_lines("import ended"))[0]
+            self.assertEqual((ended["code"], ended["message"]),
+                             ("RESOURCE_EXHAUSTED", "the client sent nothing for too long"))
+            self.assertEqual(server.metric("sparsegdn_kept_snapshot_bytes"), 0)
+
     def test_deadline_in_the_queue_costs_no_work(self):
         with Server("--state-slots", 1, model="tiny-gdn") as server:
             long = server.stub.Prefill(prompt(100000), timeout=60)

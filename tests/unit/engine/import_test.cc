@@ -134,7 +134,9 @@ TEST(Import, AHeaderAloneCostsNothingAndIdleUploadsAreFreed) {
   h.clock.AdvanceSeconds(2);
   h.RunRounds(1);
   EXPECT_EQ(h.engine().gauges().kept_snapshot_bytes, 0);
-  EXPECT_EQ(import->Finish(0).status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(Describe(import->Add(p.tensor, p.offset, p.data, p.hash)),
+            "DEADLINE_EXCEEDED  UPLOAD_IDLE");
+  EXPECT_EQ(Describe(import->Finish(0).status()), "DEADLINE_EXCEEDED  UPLOAD_IDLE");
 
   auto dropped = *h.engine().BeginImport(upload.manifest, 0, "");
   ASSERT_TRUE(dropped->Add(p.tensor, p.offset, p.data, p.hash).ok());
