@@ -49,8 +49,10 @@ struct Workspace {
 
 class CpuBackend final : public GdnBackend {
  public:
-  explicit CpuBackend(int num_threads)
-      : pool_(num_threads), vector_(cpu::GetVectorKernels()), bf16_(cpu::GetBf16Kernels()) {}
+  CpuBackend(int num_threads, bool bf16_products)
+      : pool_(num_threads),
+        vector_(cpu::GetVectorKernels()),
+        bf16_(bf16_products ? cpu::GetBf16Kernels() : nullptr) {}
 
   const char* name() const override { return "cpu"; }
   absl::StatusOr<size_t> WorkspaceBytes(const GdnLimits& limits) const override;
@@ -177,7 +179,7 @@ absl::StatusOr<std::unique_ptr<GdnBackend>> CreateCpuBackend(const CpuBackendOpt
         absl::StrCat("num_threads = ", options.num_threads, ", must be in [0, ", kMaxThreads, "]"));
   }
   const int threads = options.num_threads == 0 ? cpu::UsableCores() : options.num_threads;
-  return std::make_unique<CpuBackend>(threads);
+  return std::make_unique<CpuBackend>(threads, options.bf16_products);
 }
 
 }  // namespace sparsegdn

@@ -117,9 +117,11 @@ class GdnBackend {
   virtual absl::Status Select(const GdnForwardArgs& args, void* stream) = 0;
 };
 
-// num_threads 0 stands for the cores this process may use.
+// num_threads 0 stands for the cores this process may use. bf16_products false widens bf16 inputs to
+// fp32 even where the CPU has bf16 dot products, as every call does where it has none.
 struct CpuBackendOptions {
   int num_threads = 0;
+  bool bf16_products = true;
 };
 absl::StatusOr<std::unique_ptr<GdnBackend>> CreateCpuBackend(const CpuBackendOptions& options);
 

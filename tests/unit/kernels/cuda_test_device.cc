@@ -31,6 +31,7 @@ class CudaDevice final : public TestDevice {
     return absl::InternalError(absl::StrCat("cuda: ", cudaGetErrorString(error)));
   }
 
+  bool RoundsToBf16(DType dtype) const override { return dtype == DType::kBF16; }
   // bf16: S, T, W, U, P and o are each rounded to 8 bits, 1.1e-3 rms; o goes through all six, and
   // zero gates keep what earlier groups rounded: sqrt(6) * 1.1e-3 and as much again is 6e-3. fp16
   // has three bits more. fp32 takes the portable path: 1e-5 as on the CPU.

@@ -1,6 +1,7 @@
 // What must hold bit for bit, whatever the values: repeats, packs, resumption, neighbours, layouts.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -219,21 +220,34 @@ TEST_P(Property, ResumeAtWindowSelectsTheSameMask) {
   }
 }
 
+// At any token, under the mask of the whole: a call's own selection would see another window there.
 TEST_P(Property, ResumeAnywhereAgrees) {
-  Pack p = One(200, DenseBudget(), 10);
-  for (const bool with_state : {false, true}) {
-    if (with_state) p.AddInitialState(11);
-    for (int64_t at : {1, 63, 64, 65, 130, 199}) {
-      const Resumed r = SplitAt(p, at);
-      Pack masked = p;
-      masked.mask = r.whole.mask;
-      PackResult joined = r.second;
-      joined.o = r.first.o;
-      joined.o.insert(joined.o.end(), r.second.o.begin(), r.second.o.end());
-      joined.mask = r.whole.mask;
-      // Twice the tolerance: an exported state adds no rounding, but groups fall differently.
-      ExpectMatchesReference(device(), masked, joined, "split at " + std::to_string(at),
-                             2 * device()->Tolerance(dtype()));
+  Budget sparse = RetentionBudget(0.29);
+  sparse.keep_last = 8;
+  for (const Budget& budget : {DenseBudget(), sparse}) {
+    Pack p = One(200, budget, 10);
+    for (const bool with_state : {false, true}) {
+      if (with_state) p.AddInitialState(11);
+      for (int64_t at : {1, 63, 64, 65, 130, 199}) {
+        const Resumed r = SplitAt(p, at);
+        Pack masked = p;
+        masked.mask = r.whole.mask;
+        PackResult joined = r.second;
+        joined.o = r.first.o;
+        joined.o.insert(joined.o.end(), r.second.o.begin(), r.second.o.end());
+        joined.mask = r.whole.mask;
+        // Twice the tolerance: an exported state adds no rounding, but groups fall differently.
+        ExpectMatchesReference(device(), masked, joined, "split at " + std::to_string(at),
+                               2 * device()->Tolerance(dtype()));
+      }
+    }
+    const PackResult whole = Run(p);
+    const int64_t events = std::count(whole.mask.begin(), whole.mask.end(), 1);
+    const int64_t all = std::ssize(whole.mask);
+    if (budget.mode == BudgetMode::kDense) {
+      EXPECT_EQ(events, all);
+    } else {
+      EXPECT_LT(events, all / 2);
     }
   }
 }
@@ -396,6 +410,10 @@ TEST_P(Property, NanGateReachesOutputsAndState) {
 INSTANTIATE_TEST_SUITE_P(All, Property,
                          testing::Combine(testing::ValuesIn(TestDevices()),
                                           testing::Values(DType::kF32, DType::kBF16, DType::kF16)),
+                         Name);
+INSTANTIATE_TEST_SUITE_P(Widened, Property,
+                         testing::Combine(testing::Values(WidenedCpuTestDevice()),
+                                          testing::Values(DType::kBF16)),
                          Name);
 
 }  // namespace

@@ -45,6 +45,10 @@ INSTANTIATE_TEST_SUITE_P(All, SolverTest,
                          testing::Combine(testing::ValuesIn(TestDevices()),
                                           testing::Values(DType::kF32, DType::kBF16)),
                          Name);
+INSTANTIATE_TEST_SUITE_P(Widened, SolverTest,
+                         testing::Combine(testing::Values(WidenedCpuTestDevice()),
+                                          testing::Values(DType::kBF16)),
+                         Name);
 
 // Against the fp64 group form with the same blocks dropped, on gates from none to strong, full and
 // ragged groups.
@@ -87,22 +91,34 @@ TEST_P(SolverTest, AutoIsAccurateBelowItsBound) {
   }
 }
 
-// The CPU drops at one rounding of its products: 2^-9 in bf16, 2^-24 in fp32 (0.979 a token).
-// Other backends choose where below the bound to drop.
+// The CPU drops at one rounding of its products: 2^-9 where it has bf16 products, 2^-24 in fp32
+// (0.979 a token), which bf16 inputs are widened to elsewhere. Other backends choose where below
+// the bound to drop.
 class CpuSolverTest : public SolverTest {};
 INSTANTIATE_TEST_SUITE_P(All, CpuSolverTest,
-                         testing::Combine(testing::Values(TestDevices()[0]),
+                         testing::Combine(testing::Values(TestDevices()[0], WidenedCpuTestDevice()),
                                           testing::Values(DType::kF32, DType::kBF16)),
                          Name);
 
 TEST_P(CpuSolverTest, AutoDropsAtOneRounding) {
-  const Pack p = Random(256, dtype() == DType::kBF16 ? -0.375f : -1.0f, Solver::kAuto);
+  const bool bf16 = device()->RoundsToBf16(dtype());
+  const Pack p = Random(256, bf16 ? -0.375f : -1.0f, Solver::kAuto);
   const PackResult by_auto = Run(p, Solver::kAuto), exact = Run(p, Solver::kExact);
   const PackResult adjacent = Run(p, Solver::kBlockAdjacent);
   EXPECT_EQ(0, std::memcmp(by_auto.o.data(), adjacent.o.data(), exact.o.size() * 4));
-  if (dtype() == DType::kBF16) {
+  if (bf16) {
     EXPECT_NE(0, std::memcmp(by_auto.o.data(), exact.o.data(), exact.o.size() * 4));
   }
+}
+
+// Above the bound of fp32 products AUTO keeps what the bound of bf16 products would drop.
+TEST_P(CpuSolverTest, AutoKeepsWhatFp32ProductsSee) {
+  if (device()->RoundsToBf16(dtype())) return;
+  const Pack p = Random(256, -0.375f, Solver::kAuto);
+  const PackResult by_auto = Run(p, Solver::kAuto), exact = Run(p, Solver::kExact);
+  const PackResult adjacent = Run(p, Solver::kBlockAdjacent);
+  EXPECT_EQ(0, std::memcmp(by_auto.o.data(), exact.o.data(), exact.o.size() * 4));
+  EXPECT_NE(0, std::memcmp(by_auto.o.data(), adjacent.o.data(), exact.o.size() * 4));
 }
 
 // Each dropped entry of the inverse is at most beta / 512, whatever the keys: with identical keys

@@ -26,6 +26,8 @@ class TestDevice {
   virtual void* stream() = 0;
   virtual absl::Status Synchronize() = 0;
 
+  // Whether inputs of this dtype meet products of operands rounded to bf16.
+  virtual bool RoundsToBf16(DType dtype) const = 0;
   // Relative L2 error of o and of states, per sequence and value head, that inputs of this dtype
   // allow on every family of the case table.
   virtual double Tolerance(DType dtype) const = 0;
@@ -35,6 +37,10 @@ class TestDevice {
 
 // Every device of this build and machine, the CPU first. Never empty.
 const std::vector<TestDevice*>& TestDevices();
+
+// The CPU with bf16 inputs widened to fp32, as on a CPU without bf16 dot products. Not of
+// TestDevices(): for other inputs it is the same as the CPU there.
+TestDevice* WidenedCpuTestDevice();
 
 // Defined by the CUDA build: null where no usable GPU is present.
 TestDevice* CudaTestDevice();
