@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <cstdlib>
 #include <vector>
 
 #include "kernels/common/float_convert.h"
@@ -63,6 +64,14 @@ TEST(FloatConvert, RoundsToNearestEven) {
   EXPECT_EQ(FloatToF16(0x1p-25f), 0);
   EXPECT_EQ(FloatToF16(0x1.8p-25f), 1);
   EXPECT_TRUE(std::isnan(F16ToFloat(FloatToF16(NAN))));
+}
+
+// Where a run is held to a target (tests/unit/target_main.cc), its rows must have run there.
+TEST(VectorKernels, RunOnTheTargetAskedFor) {
+  if (const char* target = std::getenv("SPARSEGDN_TEST_TARGET"); target != nullptr) {
+    EXPECT_STREQ(GetVectorKernels().target, target);
+    EXPECT_STREQ(GetVectorKernels().product.name, target);
+  }
 }
 
 // The vector kernels widen 16-bit inputs exactly, whatever the bits.

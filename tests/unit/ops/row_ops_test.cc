@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <cstdlib>
 
+#include "kernels/cpu/ops/ops_kernels.h"
 #include "sparsegdn/cpu_ops.h"
 #include "tests/unit/ops/ops_testing.h"
 
@@ -17,6 +19,13 @@ double InverseRms(const Matrix& x, int64_t row, int64_t first, int64_t n, double
   double sum = 0.0;
   for (int64_t i = 0; i < n; ++i) sum += double{x.at(row, first + i)} * x.at(row, first + i);
   return 1.0 / std::sqrt(sum / static_cast<double>(n) + eps);
+}
+
+// Where a run is held to a target (tests/unit/target_main.cc), its rows must have run there.
+TEST(RowOpsTest, RunOnTheTargetAskedFor) {
+  if (const char* target = std::getenv("SPARSEGDN_TEST_TARGET"); target != nullptr) {
+    EXPECT_STREQ(cpu_ops::TargetName(), target);
+  }
 }
 
 TEST(RowOpsTest, RmsNormIsZeroCentred) {
