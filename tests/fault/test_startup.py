@@ -240,6 +240,19 @@ class BeforeTheModelIsLoaded(unittest.TestCase):
             self.assertLess(time.monotonic() - start, 3)
 
 
+class WithoutABudget(unittest.TestCase):
+    def test_the_log_says_what_serves(self):
+        """Defaults are read where they act: the line at start holds every field of the budget."""
+        with Server() as server:
+            lines = eventually(lambda: server.log_lines("serving"), 10)
+        self.assertIsNotNone(lines, server.log())
+        budgets = [line["default_budget"] for line in lines]
+        self.assertEqual(len(budgets), 1)
+        for words in ("mode: BUDGET_MODE_RETENTION", "retention: 0.29 ", "selector: SELECTOR_BETA",
+                      "local: LOCAL_TERM_SELF", "solver: SOLVER_AUTO", "keep_last: 64"):
+            self.assertIn(words, budgets[0] + " ")
+
+
 class Tls(unittest.TestCase):
     def test_the_tenant_is_the_client_certificates(self):
         with tempfile.TemporaryDirectory() as name:
