@@ -6,6 +6,7 @@ import hashlib
 import json
 import mmap
 import os
+import re
 from pathlib import Path
 from typing import Any, Iterator
 
@@ -120,6 +121,24 @@ def _entries(shard: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
         if name.startswith(_OLD_PREFIX):
             name = "model." + name[len(_OLD_PREFIX) :]
         yield name, entry, 8 + length
+
+
+def check_identity(got: str, expect: str | os.PathLike[str]) -> None:
+    """Raises ValueError unless `got` is the identity `expect`, or that of the checkpoint folder
+    `expect`, with A_log rounded by the server or not. A folder costs a read of its weights.
+    """
+    text = os.fspath(expect)
+    if re.fullmatch("[0-9a-f]{64}", text):
+        wanted = [text]
+    else:
+        wanted = [compute_model_identity(text)]
+        if got not in wanted:
+            wanted.append(compute_model_identity(text, round_a_log=True))
+    if got not in wanted:
+        raise ValueError(
+            f"the snapshot is of the model {got}, must be of {wanted[0]}: other weights decode "
+            f"garbage from it"
+        )
 
 
 def compute_model_identity(folder: str | os.PathLike[str], *, round_a_log: bool = False) -> str:

@@ -2,7 +2,7 @@
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     done = client.prefill(ids)                                # snapshot before the last token
-    cache = load_into_cache(model, done.snapshot)
+    cache = load_into_cache(model, done.snapshot, expect_model=folder)
     full = torch.tensor([ids])
     model.generate(full, attention_mask=torch.ones_like(full), past_key_values=cache,
                    max_new_tokens=32)
@@ -14,6 +14,7 @@ default) guarantees. Needs a transformers whose DynamicCache holds linear layers
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 import transformers
 from transformers import DynamicCache
 
+from sparsegdn_client.identity import check_identity
 from sparsegdn_client.snapshot import Snapshot
 
 
@@ -132,7 +134,9 @@ class CountingCache(DynamicCache):
         return self._seen + query_length, 0
 
 
-def load_into_cache(model: Any, snapshot: Snapshot) -> DynamicCache:
+def load_into_cache(
+    model: Any, snapshot: Snapshot, *, expect_model: str | os.PathLike[str] | None = None
+) -> DynamicCache:
     """A DynamicCache of batch 1 that holds `snapshot`, for `model` to continue from.
 
     Works for the text-only class (Qwen3_5ForCausalLM) and the conditional-generation class, for
@@ -142,11 +146,17 @@ def load_into_cache(model: Any, snapshot: Snapshot) -> DynamicCache:
     Args:
         model: a transformers Qwen3.5 model.
         snapshot: with states, conv states and, for hybrids, KV from position 0.
+        expect_model: the identity that the snapshot must be of, 64 hex digits, or the folder that
+            `model` was loaded from, whose weights are then read once. Without it only shapes are
+            checked, and a snapshot of another model of the same shapes decodes garbage.
 
     Raises:
-        RuntimeError: transformers is too old. ValueError: the snapshot does not fit the model.
+        RuntimeError: transformers is too old. ValueError: the snapshot does not fit the model,
+            or is not of `expect_model`.
     """
     _check_library()
+    if expect_model is not None:
+        check_identity(snapshot.model_identity, expect_model)
     config = _text_config(model)
     _check(snapshot, config)
     hybrid = "full_attention" in config.layer_types

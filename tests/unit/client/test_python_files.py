@@ -28,6 +28,7 @@ from sparsegdn_client import (
     save_snapshot,
 )
 from sparsegdn_client._stubs import prefill_pb2 as pb
+from sparsegdn_client.identity import check_identity
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -274,6 +275,19 @@ class IdentityTest(unittest.TestCase):
         self.folder.joinpath("second.safetensors").unlink()
         with self.assertRaisesRegex(ValueError, "missing"):
             compute_model_identity(self.folder)
+
+    def test_a_snapshot_of_another_model_is_refused(self):
+        self.write(True, "model.")
+        mine, rounded = self.expected(True), self.expected(True, round_a_log=True)
+        for got, expect in [(mine, mine), (mine, self.folder), (mine, str(self.folder)),
+                            (rounded, self.folder), (rounded, rounded)]:
+            check_identity(got, expect)
+        for got, expect in [("ab" * 32, mine), ("ab" * 32, self.folder), (rounded, mine),
+                            ("", self.folder), (mine.upper(), mine)]:
+            with self.subTest(got=got), self.assertRaisesRegex(ValueError, f"model {got}, must be"):
+                check_identity(got, expect)
+        with self.assertRaises(OSError):
+            check_identity(mine, self.folder / "nowhere")
 
     def test_bundled_checkpoints_differ(self):
         models = ROOT / "tests/data/models"
