@@ -245,7 +245,7 @@ class WithoutABudget(unittest.TestCase):
         """Defaults are read where they act: the line at start holds every field of the budget."""
         with Server() as server:
             lines = eventually(lambda: server.log_lines("serving"), 10)
-        self.assertIsNotNone(lines, server.log())
+            self.assertIsNotNone(lines, server.log())
         budgets = [line["default_budget"] for line in lines]
         self.assertEqual(len(budgets), 1)
         for words in ("mode: BUDGET_MODE_RETENTION", "retention: 0.29 ", "selector: SELECTOR_BETA",
