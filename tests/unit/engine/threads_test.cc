@@ -2,6 +2,7 @@
 #include <atomic>
 #include <chrono>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -33,6 +34,39 @@ TEST(Threads, CallersInParallelEachGetTheirOwnState) {
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(live.engine->gauges().running_requests, 0);
+}
+
+// Snapshots are sealed and checked on a thread of their own while others are kept, released and
+// evicted.
+TEST(Threads, ChainsOfDecodeStepsGoOnFromTheirOwnSnapshots) {
+  Live live;
+  const model::ModelInfo info = live.engine->model_info();
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      std::vector<int32_t> seen;
+      std::string from;
+      for (int step = 0; step < 25; ++step) {
+        PrefillRequest request = Harness::Prompt(step == 0 ? 3000 : 1, t * 100 + step);
+        request.snapshot_at = engine::SnapshotAt::kAfterLast;
+        request.keep_snapshot = true;
+        request.resume_from = from;
+        seen.insert(seen.end(), request.tokens.begin(), request.tokens.end());
+        auto call = live.engine->Submit(std::move(request));
+        ASSERT_TRUE(call.ok()) << call.status();
+        const Collected got = ReadToEnd(**call);
+        ASSERT_TRUE(got.status->ok()) << *got.status;
+        ASSERT_EQ(got.Floats("layers.1.recurrent_state"), FakeState(info, 1, seen));
+        if (step > 0) {
+          EXPECT_TRUE(live.engine->ReleaseSnapshot(from, "").ok());
+        }
+        from = got.result->snapshot_id;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(live.engine->gauges().kept_snapshots, 4);
+  EXPECT_EQ(live.observer.corrupt_snapshots, 0);
 }
 
 TEST(Threads, ThousandsOfCancelsAtRandomMomentsLeakNothing) {
