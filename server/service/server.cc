@@ -79,8 +79,8 @@ void SetChannelArguments(const ServerConfig& config, grpc::ServerBuilder& builde
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kMaxStreamsPerConnection);
   // Without this a second server takes the same port and half of the calls, without an error.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
-  // The library grants what it is asked for, then makes room: it reads less at a time, ends idle
-  // connections, and at last cancels calls.
+  // A soft bound: as it fills, the library reads less at a time and turns new connections away, and
+  // beyond it ends idle ones, then cancels calls.
   grpc::ResourceQuota quota("server");
   quota.Resize(static_cast<size_t>(config.grpc_memory_bytes));
   builder.SetResourceQuota(quota);
