@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <set>
@@ -39,6 +40,11 @@ float ReadAs(const model::BufferView& view, int64_t i) {
     bits = uint32_t{high} << 16;
   }
   return std::bit_cast<float>(bits);
+}
+
+// The fake's own values are whole and small; an import may hold anything, NaN too, and becomes 0.
+int64_t Whole(float value) {
+  return std::abs(value) < float{1 << 20} ? static_cast<int64_t>(value) : 0;
 }
 
 }  // namespace
@@ -124,7 +130,7 @@ absl::Status FakeRunner::Load(int32_t index, const model::SlotImage& image) {
       }
       uint64_t hash = 0;
       for (int i = 0; i < 8; ++i) {
-        hash |= static_cast<uint64_t>(ReadAs(in.recurrent, i)) << (8 * i);
+        hash |= static_cast<uint64_t>(Whole(ReadAs(in.recurrent, i))) << (8 * i);
       }
       slot.hash = image.position == 0 ? kFakeEmptyHash : hash;
       for (size_t i = 0; i < slot.conv.size(); ++i) {
@@ -137,7 +143,7 @@ absl::Status FakeRunner::Load(int32_t index, const model::SlotImage& image) {
       for (const model::BufferView& segment : key ? in.key_segments : in.value_segments) {
         for (int64_t i = 0; i < segment.elements; ++i) {
           const float value = ReadAs(segment, i);
-          slot.kv_sum += static_cast<int64_t>(value) * ((i % FakeRowElements(info)) % 5 + 1);
+          slot.kv_sum += Whole(value) * ((i % FakeRowElements(info)) % 5 + 1);
           AppendAs(info.compute_dtype, value, rows);
         }
       }
