@@ -1,7 +1,6 @@
 // The table of options and everything derived from it that is not parsing.
 #include <algorithm>
 #include <cctype>
-#include <limits>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -12,7 +11,6 @@ namespace {
 
 using C = ServerConfig;
 constexpr double kBig = 9007199254740992.0;  // 2^53: whole numbers a JSON double holds exactly
-constexpr double kInf = std::numeric_limits<double>::infinity();
 
 const Option kOptions[] = {
     {"config", "", &C::config_file, "", 0, 0, "JSON file with any of the keys below"},
