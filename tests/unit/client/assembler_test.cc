@@ -11,6 +11,8 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
+#include <fstream>
 #include <random>
 
 #include "fake_service.h"
@@ -58,6 +60,16 @@ absl::StatusOr<Snapshot> Assemble(const v1::Manifest& manifest,
   }
   if (!status.ok()) return status;
   return assembler.Finish(GoodDigest(manifest));
+}
+
+// Memory that can be had without pushing others out; 0 where the system does not say.
+uint64_t AvailableBytes() {
+  std::ifstream info("/proc/meminfo");
+  std::string line;
+  while (std::getline(info, line)) {
+    if (line.rfind("MemAvailable:", 0) == 0) return std::stoull(line.substr(13)) * 1024;
+  }
+  return 0;
 }
 
 TEST(AssemblerTest, EveryCutAndOrderGivesTheSameBytes) {
@@ -143,6 +155,56 @@ TEST(AssemblerTest, ASnapshotLeavesOnce) {
   ASSERT_TRUE(assembler.SetManifest(manifest).ok());
   EXPECT_TRUE(assembler.Finish(DigestOf({})).ok());
   EXPECT_FALSE(assembler.Finish(DigestOf({})).ok());
+}
+
+// Beyond 2^32 bytes: every length, offset and hash has 64 bits. The last chunk comes first.
+TEST(LongAssemblerTest, ATensorOfMoreThanFourGigabytes) {
+  constexpr uint64_t kPiece = 64 << 20, kPieces = 65, kBytes = kPiece * kPieces;
+  static_assert(kBytes == (uint64_t{1} << 32) + kPiece);
+  const uint64_t available = AvailableBytes();
+  if (available < kBytes + (uint64_t{1} << 30)) {
+    GTEST_SKIP() << "needs 5.1 GiB of memory, available are " << (available >> 20) << " MiB";
+  }
+  v1::Manifest manifest;
+  manifest.set_format_version(1);
+  constexpr int64_t kTokens = kBytes / (2 * 64 * 4);
+  manifest.set_position(kTokens);
+  testing::AddTensor(&manifest, "layers.0.key", v1::TENSOR_KIND_KEY, v1::DTYPE_FP32,
+                     {kTokens, 2, 64});
+  Assembler assembler(kBytes);
+  ASSERT_TRUE(assembler.SetManifest(manifest).ok());
+  v1::TensorChunk chunk;
+  std::string piece(kPiece, '\0');
+  for (uint64_t i = 0; i < kPiece; ++i) piece[i] = static_cast<char>(i * 31 + (i >> 13));
+  // No two pieces are equal, so that one in another's place shows.
+  const auto mark = [&](uint64_t i) {
+    for (const uint64_t at : {uint64_t{0}, kPiece - 1}) piece[at] = static_cast<char>(i + 1);
+  };
+  for (uint64_t i = 0; i < kPieces; ++i) {
+    const uint64_t at = i == 0 ? kPieces - 1 : i - 1;
+    mark(at);
+    chunk.set_byte_offset(at * kPiece);
+    SetData(&chunk, piece);
+    ASSERT_TRUE(assembler.Add(chunk).ok()) << at;
+  }
+  EXPECT_EQ(assembler.bytes_done(), kBytes);
+  XXH3_state_t* state = XXH3_createState();
+  XXH3_64bits_reset(state);
+  for (uint64_t i = 0; i < kPieces; ++i) {
+    mark(i);
+    XXH3_64bits_update(state, piece.data(), piece.size());
+  }
+  const uint64_t hash = XXH3_64bits_digest(state);
+  XXH3_freeState(state);
+  const absl::StatusOr<Snapshot> snapshot = assembler.Finish(DigestOf({hash}));
+  ASSERT_TRUE(snapshot.ok()) << snapshot.status();
+  EXPECT_EQ(snapshot->hash(0), hash);
+  const absl::Span<const uint8_t> data = snapshot->data(0);
+  ASSERT_EQ(data.size(), kBytes);
+  for (uint64_t i = 0; i < kPieces; ++i) {
+    mark(i);
+    ASSERT_EQ(0, std::memcmp(data.data() + i * kPiece, piece.data(), kPiece)) << i;
+  }
 }
 
 // A segment as a server makes it, with the good bytes of every tensor, and its manifest.

@@ -5,10 +5,12 @@ rules; the generated class is the judge of all of them. Contents are compared ex
 """
 
 import itertools
+import os
 import random
 import unittest
 
 import numpy as np
+import xxhash
 from google.protobuf.message import DecodeError
 from sparsegdn_client import IntegrityError, Snapshot, TensorInfo
 from sparsegdn_client._stubs import prefill_pb2 as pb
@@ -104,6 +106,49 @@ class FramesTest(unittest.TestCase):
                     np.testing.assert_array_equal(got[info.name], whole[info.name])
                 with self.assertRaises(IntegrityError):
                     assembler.finish(whole.digest ^ 1)
+
+
+def available_bytes():
+    for line in open("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+class LongLargeTensor(unittest.TestCase):
+    PIECE, PIECES = 64 << 20, 65
+
+    @unittest.skipUnless(os.environ.get("TEST_LARGE"), "a ctest of its own, labelled long")
+    def test_a_tensor_of_more_than_four_gigabytes(self):
+        total = self.PIECE * self.PIECES
+        self.assertEqual(total, (1 << 32) + self.PIECE)
+        if available_bytes() < total + (1 << 30):
+            self.skipTest(f"needs 5.1 GiB of memory, {available_bytes() >> 20} MiB are available")
+        tokens = total // (2 * 64 * 4)
+        info = TensorInfo("layers.0.key", "key", 0, "fp32", (tokens, 2, 64), total, 0)
+        assembler = Assembler(total)
+        assembler.set_manifest(pb.Manifest(model_identity="m", format_version=1, position=tokens,
+                                           tensors=[info.to_proto()], total_bytes=total))
+        piece = np.random.default_rng(5).integers(0, 256, self.PIECE, np.uint8)
+
+        def marked(i):  # no two pieces are equal, so that one in another's place shows
+            piece[0] = piece[-1] = i + 1
+            return piece.data
+
+        # The last first: beyond 2^32 before anything below it.
+        for i in [self.PIECES - 1, *range(self.PIECES - 1)]:
+            data = marked(i)
+            assembler.add(Chunk(0, i * self.PIECE, data, xxh3_64(data)))
+        self.assertEqual(assembler.bytes_done, total)
+        running = xxhash.xxh3_64()
+        for i in range(self.PIECES):
+            running.update(marked(i))
+        digest = xxh3_64(running.intdigest().to_bytes(8, "little"))
+        got = assembler.finish(digest)["layers.0.key"].reshape(-1).view(np.uint8)
+        self.assertEqual(got.nbytes, total)
+        for i in range(self.PIECES):
+            marked(i)
+            self.assertTrue(np.array_equal(got[i * self.PIECE:(i + 1) * self.PIECE], piece), i)
 
 
 if __name__ == "__main__":
