@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <fstream>
 
 #include "server/model/random_checkpoint.h"
 #include "tests/unit/model/model_testing.h"
@@ -138,6 +139,73 @@ TEST(CheckpointTest, UnalignedDataIsReadRight) {
   const HostTensor& a = reference->tensors().at("model.layers.0.linear_attn.A_log");
   const HostTensor& b = opened->tensors().at("model.layers.0.linear_attn.A_log");
   for (int64_t i = 0; i < a.elements(); ++i) EXPECT_EQ(a.At(i), b.At(i));
+}
+
+// One tensor above 4 GB and one above 2 GB, in a sparse file: offsets, counts and elements have 64
+// bits, and what lies behind them is found.
+TEST(CheckpointTest, TensorsBeyondFourGigabytes) {
+  constexpr int64_t kVocab = 8'400'000, kHidden = 128;
+  constexpr int64_t kEmbedBytes = kVocab * kHidden * 4, kHeadBytes = kVocab * kHidden * 2;
+  static_assert(kEmbedBytes > int64_t{1} << 32 && kHeadBytes > int64_t{1} << 31);
+  const TempDir dir;
+  CopyModel("tiny-gdn", dir);
+  const auto reference = Open(dir);
+  ASSERT_TRUE(reference.ok()) << reference.status();
+  ModelConfig config = LoadConfig(dir.path()).value();
+  config.vocab_size = kVocab;  // past what a config.json may say, to keep the other tensors small
+  const Editable weights(dir.Read(kShard));
+  nlohmann::ordered_json header;
+  std::string rest;
+  int64_t end = kEmbedBytes + kHeadBytes;
+  for (const Editable::Entry& entry : weights.entries) {
+    if (entry.name.ends_with("embed_tokens.weight")) {
+      header[entry.name] = {
+          {"dtype", "F32"}, {"shape", {kVocab, kHidden}}, {"data_offsets", {0, kEmbedBytes}}};
+    } else if (entry.name == "lm_head.weight") {
+      header[entry.name] = {{"dtype", "BF16"},
+                            {"shape", {kVocab, kHidden}},
+                            {"data_offsets", {kEmbedBytes, kEmbedBytes + kHeadBytes}}};
+    } else {
+      const int64_t begin = end;
+      end += std::ssize(entry.bytes);
+      header[entry.name] = {
+          {"dtype", entry.dtype}, {"shape", entry.shape}, {"data_offsets", {begin, end}}};
+      rest += entry.bytes;
+    }
+  }
+  const TempDir large;
+  const std::string head = SafetensorsFile(header.dump(), "");
+  std::ofstream file(large.File("model.safetensors"), std::ios::binary);
+  const float last = 1.5f, middle = -2.0f;
+  const int64_t middle_at = (int64_t{1} << 29) + 3;  // 2^31 bytes and a few into the embedding
+  file << head;
+  file.seekp(std::ssize(head) + 4 * middle_at);
+  file.write(reinterpret_cast<const char*>(&middle), 4);
+  file.seekp(std::ssize(head) + kEmbedBytes - 4);
+  file.write(reinterpret_cast<const char*>(&last), 4);
+  file.seekp(std::ssize(head) + kEmbedBytes + kHeadBytes - 2);
+  file << std::string("\xc0\x3f", 2) << rest;  // 1.5 in BF16
+  file.close();
+  ASSERT_TRUE(file.good()) << "no room for a sparse file";
+
+  const auto opened = Checkpoint::Open(large.path(), config);
+  ASSERT_TRUE(opened.ok()) << opened.status();
+  const HostTensor& embed = opened->tensors().at("model.embed_tokens.weight");
+  ASSERT_EQ(embed.elements(), kVocab * kHidden);
+  EXPECT_EQ(embed.At(middle_at), middle);
+  EXPECT_EQ(embed.At(middle_at - 1), 0.0f);
+  EXPECT_EQ(embed.At(kVocab * kHidden - 1), last);
+  const HostTensor& output = opened->tensors().at("lm_head.weight");
+  ASSERT_EQ(output.elements(), kVocab * kHidden);
+  EXPECT_EQ(output.At(0), 0.0f);
+  EXPECT_EQ(output.At(kVocab * kHidden - 1), last);
+  for (const auto& [name, tensor] : reference->tensors()) {
+    if (name == "model.embed_tokens.weight" || name == "lm_head.weight") continue;
+    const HostTensor& other = opened->tensors().at(name);
+    EXPECT_TRUE(std::equal(tensor.bytes.begin(), tensor.bytes.end(), other.bytes.begin(),
+                           other.bytes.end()))
+        << name;
+  }
 }
 
 TEST(CheckpointTest, DtypesAreWidened) {
