@@ -100,6 +100,10 @@ class CudaOpTable : public OpTable {
     return CudaKvBlockBytes(shape, block_tokens);
   }
 
+  std::string PrepareAttention(const AttentionLimits& limits) override {
+    return ops_->PrepareAttention(limits);
+  }
+
   absl::Status Embed(int64_t rows, const int32_t* tokens, const Weight& table, Rows y) override {
     const CudaMatrix& m = Matrix(table);
     return Watch(ops_->GatherRows(rows, m.in, tokens, {m.data, m.in}, y));

@@ -29,6 +29,7 @@ struct ModelInfo {
   std::string identity;  // 64 hex digits: SHA-256 defined in docs/snapshot_format.md
   std::string name;      // last component of the model folder
   std::string backend;   // "cpu" or "cuda"
+  std::string attention;  // what computes it where there is a choice: "cudnn 9.14.0"
   std::vector<LayerKind> layers;
   int32_t vocab_size = 0;
   int32_t hidden_size = 0;

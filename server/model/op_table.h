@@ -14,6 +14,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -90,6 +91,13 @@ class OpTable {
 
   // Bytes of one block of the attention cache.
   virtual size_t KvBlockBytes(const AttentionShape& shape, int32_t block_tokens) const = 0;
+
+  // Once, after the model's memory is allocated: what every Attention call will have in common.
+  // Returns what computes it, for the log; empty where there is no choice.
+  virtual std::string PrepareAttention(const AttentionLimits& limits) {
+    static_cast<void>(limits);
+    return "";
+  }
 
   virtual absl::Status Embed(int64_t rows, const int32_t* tokens, const Weight& table, Rows y) = 0;
   // y = x W^T (+ residual, when its data is not null; it may be y).

@@ -133,6 +133,11 @@ absl::Status Qwen35Graph::FinishLinear(const StepPlan::Stretch& stretch, size_t 
   return ops_.Gemm(rows, out, *w.out, x, x);
 }
 
+KvCacheRef Qwen35Graph::CacheOf(const StepPlan& plan, size_t layer, int32_t first_seq) const {
+  return {memory_.layers[layer].kv, memory_.block_tables + first_seq * memory_.max_blocks,
+          memory_.max_blocks, limits_.kv_block_tokens, plan.consecutive_kv};
+}
+
 absl::Status Qwen35Graph::RunFull(const StepPlan& plan, size_t layer, StepSink& sink) {
   const FullWeights& w = weights_.layers[layer].full;
   const Qwen35Memory& m = memory_;
@@ -141,7 +146,6 @@ absl::Status Qwen35Graph::RunFull(const StepPlan& plan, size_t layer, StepSink& 
   const int64_t q = int64_t{config_.num_q_heads} * config_.head_dim;
   const int64_t kv = int64_t{config_.num_kv_heads} * config_.head_dim;
   const AttentionShape shape = AttentionShapeOf(config_);
-  const KvCacheRef cache{m.layers[layer].kv, m.block_tables, m.max_blocks, limits_.kv_block_tokens};
   SPARSEGDN_RETURN_IF_ERROR(ops_.Gemm(rows, m.normed, *w.in, {}, m.fused));
   SPARSEGDN_RETURN_IF_ERROR(Show("projections", index, m.fused, rows, w.in->out()));
   SPARSEGDN_RETURN_IF_ERROR(
@@ -158,12 +162,13 @@ absl::Status Qwen35Graph::RunFull(const StepPlan& plan, size_t layer, StepSink& 
                            .q_out = m.mixed,
                            .k_out = m.k,
                            .v_out = m.v,
-                           .cache = cache}));
+                           .cache = CacheOf(plan, layer, 0)}));
   SPARSEGDN_RETURN_IF_ERROR(EmitKv(plan, layer, sink));
   return Show("query", index, m.mixed, rows, q);
 }
 
-absl::Status Qwen35Graph::FinishFull(const StepPlan::Stretch& stretch, size_t layer) {
+absl::Status Qwen35Graph::FinishFull(const StepPlan& plan, const StepPlan::Stretch& stretch,
+                                     size_t layer) {
   const Qwen35Memory& m = memory_;
   const int64_t rows = stretch.pack.num_tokens;
   const Rows out = From(m.mixer_out, stretch), x = From(m.x, stretch);
@@ -172,8 +177,7 @@ absl::Status Qwen35Graph::FinishFull(const StepPlan::Stretch& stretch, size_t la
        .shape = AttentionShapeOf(config_),
        .q = From(m.mixed, stretch),
        .q_gate = From(m.fused, stretch),
-       .cache = {m.layers[layer].kv, m.block_tables + stretch.first_seq * m.max_blocks,
-                 m.max_blocks, limits_.kv_block_tokens},
+       .cache = CacheOf(plan, layer, stretch.first_seq),
        .out = out}));
   SPARSEGDN_RETURN_IF_ERROR(Show("mixer_out", static_cast<int32_t>(layer), out, rows,
                                  int64_t{config_.num_q_heads} * config_.head_dim));
@@ -192,13 +196,14 @@ absl::Status Qwen35Graph::RunMlp(const StepPlan::Stretch& stretch, size_t layer)
   return ops_.Gemm(rows, mixed, *w.down, x, x);
 }
 
-absl::Status Qwen35Graph::FinishLayer(const StepPlan::Stretch& stretch, size_t layer) {
+absl::Status Qwen35Graph::FinishLayer(const StepPlan& plan, const StepPlan::Stretch& stretch,
+                                      size_t layer) {
   const int64_t rows = stretch.pack.num_tokens, hidden = config_.hidden_size;
   const int32_t index = static_cast<int32_t>(layer);
   const Rows x = From(memory_.x, stretch);
   SPARSEGDN_RETURN_IF_ERROR(config_.layers[layer] == LayerKind::kLinear
                                 ? FinishLinear(stretch, layer)
-                                : FinishFull(stretch, layer));
+                                : FinishFull(plan, stretch, layer));
   SPARSEGDN_RETURN_IF_ERROR(Show("after_mixer", index, x, rows, hidden));
   SPARSEGDN_RETURN_IF_ERROR(Norm(stretch, weights_.layers[layer].post_norm));
   SPARSEGDN_RETURN_IF_ERROR(Show("post_norm", index, From(memory_.normed, stretch), rows, hidden));
@@ -216,9 +221,9 @@ absl::Status Qwen35Graph::RunLayer(const StepPlan& plan, size_t layer, StepSink&
                                 ? RunLinear(plan, layer, sink)
                                 : RunFull(plan, layer, sink));
   // A probe sees every row.
-  if (layer + 1 < config_.layers.size() || probe_) return FinishLayer(plan.whole, layer);
+  if (layer + 1 < config_.layers.size() || probe_) return FinishLayer(plan, plan.whole, layer);
   for (const StepPlan::Stretch& stretch : plan.head_stretches) {
-    SPARSEGDN_RETURN_IF_ERROR(FinishLayer(stretch, layer));
+    SPARSEGDN_RETURN_IF_ERROR(FinishLayer(plan, stretch, layer));
   }
   return absl::OkStatus();
 }

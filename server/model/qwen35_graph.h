@@ -47,9 +47,11 @@ class Qwen35Graph {
   absl::Status RunCore(const StepPlan& plan, size_t layer, ConstRows qkv);
   absl::Status RunFull(const StepPlan& plan, size_t layer, StepSink& sink);
   // The rest of the layer, from the mixer's output on, for some rows.
-  absl::Status FinishLayer(const StepPlan::Stretch& stretch, size_t layer);
+  absl::Status FinishLayer(const StepPlan& plan, const StepPlan::Stretch& stretch, size_t layer);
   absl::Status FinishLinear(const StepPlan::Stretch& stretch, size_t layer);
-  absl::Status FinishFull(const StepPlan::Stretch& stretch, size_t layer);
+  absl::Status FinishFull(const StepPlan& plan, const StepPlan::Stretch& stretch, size_t layer);
+  // Of a layer, as sequences first_seq and later of the pack see it.
+  KvCacheRef CacheOf(const StepPlan& plan, size_t layer, int32_t first_seq) const;
   absl::Status RunMlp(const StepPlan::Stretch& stretch, size_t layer);
   absl::Status CheckStream(const StepPlan& plan);
   absl::Status SaveConvCheckpoints(const StepPlan& plan, size_t layer, ConstRows raw);

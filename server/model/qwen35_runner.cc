@@ -83,9 +83,22 @@ absl::StatusOr<std::unique_ptr<Qwen35Runner>> Qwen35Runner::Create(Qwen35Options
   SPARSEGDN_ASSIGN_OR_RETURN(
       runner->memory_,
       AllocateMemory(kept.config, kept.limits, runner->slots_.num_blocks(), *runner->ops_));
+  if (needs_kv) runner->PrepareAttention();
   runner->graph_ = std::make_unique<Qwen35Graph>(kept.config, kept.limits, runner->weights_,
                                                  runner->memory_, *runner->ops_);
   return runner;
+}
+
+void Qwen35Runner::PrepareAttention() {
+  const RunnerLimits& limits = options_.limits;
+  info_.attention = ops_->PrepareAttention({.shape = AttentionShapeOf(options_.config),
+                                            .max_tokens = limits.max_batch_tokens,
+                                            .max_seqs = limits.max_batch_seqs,
+                                            .kv_tokens = slots_.num_blocks() *
+                                                         limits.kv_block_tokens,
+                                            .block_tokens = limits.kv_block_tokens,
+                                            .q_stride = memory_.mixed.stride,
+                                            .out_stride = memory_.mixer_out.stride});
 }
 
 absl::StatusOr<int32_t> Qwen35Runner::Acquire(int64_t max_tokens) {

@@ -36,9 +36,7 @@ absl::StatusOr<SlotPool> SlotPool::Create(const RunnerLimits& limits, bool needs
   SPARSEGDN_RETURN_IF_ERROR(InRange("kv_tokens", limits.kv_tokens, limits.kv_block_tokens,
                                     int64_t{std::numeric_limits<int32_t>::max()} * kKvTile));
   pool.num_blocks_ = limits.kv_tokens / limits.kv_block_tokens;
-  for (int64_t i = pool.num_blocks_ - 1; i >= 0; --i) {
-    pool.free_blocks_.push_back(static_cast<int32_t>(i));
-  }
+  pool.free_blocks_ = BlockRuns(pool.num_blocks_);
   return pool;
 }
 
@@ -60,7 +58,7 @@ absl::StatusOr<int32_t> SlotPool::Acquire(int64_t max_tokens) {
     return absl::ResourceExhaustedError(
         absl::StrCat("state slots: all ", limits_.state_slots, " are in use, wanted one"));
   }
-  if (blocks > static_cast<int64_t>(free_blocks_.size())) {
+  if (blocks > free_blocks_.free()) {
     return absl::ResourceExhaustedError(absl::StrCat("attention cache: ", free_kv_tokens(),
                                                      " tokens are free, wanted ", max_tokens));
   }
@@ -71,15 +69,15 @@ absl::StatusOr<int32_t> SlotPool::Acquire(int64_t max_tokens) {
   slot.position = 0;
   slot.capacity =
       needs_kv_ ? blocks * limits_.kv_block_tokens : std::numeric_limits<int64_t>::max();
-  slot.blocks.assign(free_blocks_.end() - blocks, free_blocks_.end());
-  free_blocks_.resize(free_blocks_.size() - static_cast<size_t>(blocks));
+  slot.blocks = free_blocks_.Take(blocks);
+  slot.consecutive = AreConsecutive(slot.blocks);
   return index;
 }
 
 void SlotPool::Release(int32_t index) {
   Slot* slot = Find(index);
   if (slot == nullptr) return;
-  free_blocks_.insert(free_blocks_.end(), slot->blocks.begin(), slot->blocks.end());
+  free_blocks_.Return(slot->blocks);
   *slot = Slot{};
   free_slots_.push_back(index);
 }
@@ -91,7 +89,7 @@ SlotPool::Slot* SlotPool::Find(int32_t slot) {
 
 int64_t SlotPool::free_kv_tokens() const {
   if (!needs_kv_) return limits_.kv_tokens;
-  return static_cast<int64_t>(free_blocks_.size()) * limits_.kv_block_tokens;
+  return free_blocks_.free() * limits_.kv_block_tokens;
 }
 
 }  // namespace sparsegdn::model

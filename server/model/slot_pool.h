@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "server/model/block_runs.h"
 #include "server/model/model_runner.h"
 
 namespace sparsegdn::model {
@@ -18,6 +19,7 @@ class SlotPool {
     int64_t position = 0;         // tokens seen
     int64_t capacity = 0;         // tokens that fit
     std::vector<int32_t> blocks;  // of the attention cache, in order of position
+    bool consecutive = false;     // whether they follow one another
   };
 
   // INVALID_ARGUMENT names a limit out of range. Without full attention no cache is needed and
@@ -43,7 +45,7 @@ class SlotPool {
   int64_t num_blocks_ = 0;
   std::vector<Slot> slots_;
   std::vector<int32_t> free_slots_;
-  std::vector<int32_t> free_blocks_;
+  BlockRuns free_blocks_;
 };
 
 }  // namespace sparsegdn::model

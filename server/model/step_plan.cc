@@ -186,6 +186,7 @@ absl::StatusOr<StepPlan> MakePlan(std::span<const Chunk> chunks, const BudgetPro
   StepPlan plan;
   plan.chunks = chunks;
   plan.cu_seqlens = {0};
+  plan.consecutive_kv = true;
   std::vector<int32_t> tokens, slot_of, block_tables;
   std::vector<int64_t> first_positions;
   for (size_t i = 0; i < chunks.size(); ++i) {
@@ -196,7 +197,9 @@ absl::StatusOr<StepPlan> MakePlan(std::span<const Chunk> chunks, const BudgetPro
     plan.cu_seqlens.push_back(static_cast<int32_t>(tokens.size()));
     slot_of.push_back(chunk.slot);
     first_positions.push_back(chunk.first_position);
-    std::vector<int32_t> row = slots.Find(chunk.slot)->blocks;
+    const SlotPool::Slot& slot = *slots.Find(chunk.slot);
+    plan.consecutive_kv &= slot.consecutive;
+    std::vector<int32_t> row = slot.blocks;
     row.resize(static_cast<size_t>(m.max_blocks), 0);
     block_tables.insert(block_tables.end(), row.begin(), row.end());
   }

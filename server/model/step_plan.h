@@ -47,6 +47,7 @@ struct StepPlan {
   std::vector<HeadRow> head_rows;
   std::vector<Checkpoint> checkpoints;
   PackArgs pack;                          // device pointers
+  bool consecutive_kv = false;            // every chunk's cache blocks follow one another
   std::vector<SequenceParams> sequences;  // budgets as requested
   Stretch whole;                          // all rows
   // What the head rows span: the rows of the last layer's output that anybody reads. Of each chunk

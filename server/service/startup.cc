@@ -147,6 +147,7 @@ void LogServing(const engine::Engine& engine) {
       {{"model", info.name},
        {"identity", info.identity},
        {"backend", info.backend},
+       {"attention", info.attention.empty() ? "own kernel" : info.attention},
        {"layers", static_cast<int64_t>(info.layers.size())},
        {"max_context_tokens", info.max_context_tokens},
        {"default_budget", ToProto(engine.config().default_budget).ShortDebugString()}});

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/cuda/ops/attention_cudnn.h"
 #include "kernels/cuda/ops/gemm.h"
 #include "kernels/cuda/ops/launch.h"
 
@@ -47,14 +48,24 @@ absl::Status CheckGemm(ConstRows x, const CudaMatrix& weight, ConstRows residual
   return absl::OkStatus();
 }
 
+enum class AttentionPath { kCudnn, kWgmma, kPortable };
+
 }  // namespace
 
 struct CudaOps::Impl {
+  AttentionPath PathOf(const AttentionArgs& args) const {
+    if (portable) return AttentionPath::kPortable;
+    if (cudnn != nullptr && cudnn->Supports(args)) return AttentionPath::kCudnn;
+    const bool wgmma = major == 9 && cuda_ops::AttentionWgmmaSupports(args);
+    return wgmma ? AttentionPath::kWgmma : AttentionPath::kPortable;
+  }
+
   int device = 0;
   int major = 0;
   bool portable = false;
   cudaStream_t stream = nullptr;
   std::unique_ptr<cuda_ops::LtGemm> gemm;
+  std::unique_ptr<cuda_ops::CudnnAttention> cudnn;
 };
 
 size_t CudaKvBlockBytes(const AttentionShape& shape, int32_t block_tokens) {
@@ -125,6 +136,11 @@ absl::Status CudaOps::RopeTable(const RopeTableArgs& args) {
 
 absl::Status CudaOps::AttentionFront(const AttentionFrontArgs& args) {
   if (absl::Status s = CheckShape(args.shape); !s.ok()) return s;
+  if (impl_->cudnn != nullptr && args.cache.consecutive) {
+    const cudaError_t padded =
+        cuda_ops::LaunchCachePad(args, cuda_ops::kCudnnKeyTile, impl_->stream);
+    if (padded != cudaSuccess) return FromCuda(padded, "attention cache");
+  }
   return FromCuda(cuda_ops::LaunchAttentionFront(args, impl_->stream), "attention front");
 }
 
@@ -132,12 +148,36 @@ absl::Status CudaOps::KvLoad(const KvLoadArgs& args) {
   return FromCuda(cuda_ops::LaunchKvLoad(args, impl_->stream), "cache load");
 }
 
+std::string CudaOps::PrepareAttention(const AttentionLimits& limits) {
+  auto cudnn = cuda_ops::CudnnAttention::Create(limits, impl_->stream);
+  if (!cudnn.ok()) return absl::StrCat("own kernel (", cudnn.status().message(), ")");
+  impl_->cudnn = *std::move(cudnn);
+  return absl::StrCat("cudnn ", impl_->cudnn->version());
+}
+
 absl::Status CudaOps::Attention(const AttentionArgs& args) {
   if (absl::Status s = CheckShape(args.shape); !s.ok()) return s;
-  if (impl_->major == 9 && !impl_->portable && cuda_ops::AttentionWgmmaSupports(args)) {
-    return FromCuda(cuda_ops::LaunchAttentionWgmma(args, impl_->stream), "attention");
+  switch (impl_->PathOf(args)) {
+    case AttentionPath::kCudnn:
+      return impl_->cudnn->Run(args);
+    case AttentionPath::kWgmma:
+      return FromCuda(cuda_ops::LaunchAttentionWgmma(args, impl_->stream), "attention");
+    case AttentionPath::kPortable:
+      break;
   }
   return FromCuda(cuda_ops::LaunchAttentionPortable(args, impl_->stream), "attention");
+}
+
+const char* CudaOps::AttentionKernel(const AttentionArgs& args) const {
+  switch (impl_->PathOf(args)) {
+    case AttentionPath::kCudnn:
+      return "cudnn";
+    case AttentionPath::kWgmma:
+      return "wgmma";
+    case AttentionPath::kPortable:
+      break;
+  }
+  return "portable";
 }
 
 absl::Status CudaOps::SwiGlu(const SwiGluArgs& args) {

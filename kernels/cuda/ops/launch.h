@@ -28,6 +28,26 @@ cudaError_t LaunchAttentionPortable(const AttentionArgs& args, cudaStream_t stre
 bool AttentionWgmmaSupports(const AttentionArgs& args);
 cudaError_t LaunchAttentionWgmma(const AttentionArgs& args, cudaStream_t stream);
 
+// Around cuDNN's attention. Where the sequences of a pack lie, for `seqs` sequences of which those
+// beyond the pack's are empty; offsets in elements.
+struct AttentionLayout {
+  int32_t seqs = 0;
+  int64_t* q_offset = nullptr;  // [seqs + 1]
+  int64_t* o_offset = nullptr;
+  int64_t* kv_offset = nullptr;
+  int32_t* q_length = nullptr;  // [seqs]
+  int32_t* kv_length = nullptr;
+};
+size_t AttentionLayoutBytes(int32_t seqs);
+AttentionLayout AttentionLayoutIn(void* memory, int32_t seqs);
+cudaError_t LaunchAttentionLayout(const AttentionArgs& args, const AttentionLayout& layout,
+                                  cudaStream_t stream);
+// out *= sigmoid(gate).
+cudaError_t LaunchAttentionGate(const AttentionArgs& args, cudaStream_t stream);
+// Zeroes the cache from each sequence's end to the next multiple of `tile`, which must divide
+// block_tokens.
+cudaError_t LaunchCachePad(const AttentionFrontArgs& args, int32_t tile, cudaStream_t stream);
+
 }  // namespace sparsegdn::cuda_ops
 
 #endif  // SPARSEGDN_KERNELS_CUDA_OPS_LAUNCH_H_

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -59,14 +60,21 @@ class CudaOps {
   absl::Status RopeTable(const RopeTableArgs& args);
   absl::Status AttentionFront(const AttentionFrontArgs& args);
   absl::Status KvLoad(const KvLoadArgs& args);
-  // wgmma on sm_90 for head_dim 128 and 256, else a kernel without matrix units.
+  // Lets Attention use cuDNN for packs within these limits whose cache blocks are consecutive: it
+  // is loaded, plans are built (about 2 s) and the device memory they need is taken. Returns what
+  // will run: "cudnn 9.14.0", or "own kernel" and why. Everything works without this call.
+  std::string PrepareAttention(const AttentionLimits& limits);
+  // cuDNN where prepared; else wgmma on sm_90 for head_dim 128 and 256; else a kernel without
+  // matrix units.
   absl::Status Attention(const AttentionArgs& args);
+  // Which of them these arguments get: "cudnn", "wgmma" or "portable".
+  const char* AttentionKernel(const AttentionArgs& args) const;
   absl::Status SwiGlu(const SwiGluArgs& args);
   absl::Status LogProb(const LogProbArgs& args);
   // flags[s] = 1 where a row of sequence s holds NaN or Inf; other flags stay.
   absl::Status CheckFinite(const PackArgs& pack, int64_t cols, ConstRows x, int32_t* flags);
 
-  // For tests: Attention without matrix units.
+  // For tests: Attention by the kernel without matrix units.
   void set_portable(bool portable);
 
  private:

@@ -98,6 +98,9 @@ struct KvCacheRef {
   const int32_t* block_tables = nullptr;  // [num_seqs, max_blocks]
   int64_t max_blocks = 0;
   int32_t block_tokens = 0;
+  // Whether each sequence's blocks follow one another, so that its first entry tells where all its
+  // positions lie. Only speed depends on it.
+  bool consecutive = false;
 };
 inline constexpr int32_t kMaxQueryGroup = 64;
 struct AttentionShape {
@@ -141,6 +144,17 @@ struct KvLoadArgs {
   const void* k = nullptr;  // [rows, num_kv_heads, head_dim], activation dtype, contiguous
   const void* v = nullptr;
   KvCacheRef cache;  // block_tables of this sequence alone
+};
+
+// What the Attention calls of one model have in common.
+struct AttentionLimits {
+  AttentionShape shape;
+  int64_t max_tokens = 0;  // of a pack
+  int32_t max_seqs = 0;
+  int64_t kv_tokens = 0;  // of the whole cache
+  int32_t block_tokens = 0;
+  int64_t q_stride = 0;  // of AttentionArgs::q, in elements
+  int64_t out_stride = 0;
 };
 
 // Causal attention with grouped heads: token at position p sees cache positions 0 .. p, which

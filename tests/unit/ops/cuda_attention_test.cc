@@ -19,8 +19,15 @@ struct Layout {
   const char* name;
   AttentionShape shape;
   int32_t block_tokens;
-  bool portable;
+  const char* kernel;        // on sm_90
+  bool consecutive = false;  // blocks side by side, as cuDNN wants them
 };
+
+bool IsHopper() {
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
+  return major == 9;
+}
 
 std::vector<float> Widened(const std::vector<uint16_t>& from) {
   std::vector<float> out(from.size());
@@ -30,6 +37,7 @@ std::vector<float> Widened(const std::vector<uint16_t>& from) {
 
 class CudaAttentionTest : public CudaTest, public ::testing::WithParamInterface<Layout> {
  protected:
+  void SetUp() override;
   // The cache of both backends and the projections of every token that a sequence ever sees.
   struct Side {
     std::vector<int32_t> tables;
@@ -53,10 +61,33 @@ void CudaAttentionTest::MakeCaches(int64_t tokens, size_t sequences) {
   const size_t blocks = sequences * static_cast<size_t>(side_.max_blocks);
   side_.tables.resize(blocks);
   std::iota(side_.tables.begin(), side_.tables.end(), 0);
-  std::shuffle(side_.tables.begin(), side_.tables.end(), std::mt19937(3));
+  if (l.consecutive) {
+    // Sequences in descending order, each one's blocks ascending.
+    for (size_t s = 0; s < sequences; ++s) {
+      const auto first = side_.tables.begin() + static_cast<int64_t>(s) * side_.max_blocks;
+      std::iota(first, first + side_.max_blocks,
+                static_cast<int32_t>(sequences - 1 - s) * static_cast<int32_t>(side_.max_blocks));
+    }
+  } else {
+    std::shuffle(side_.tables.begin(), side_.tables.end(), std::mt19937(3));
+  }
   cpu_cache_.assign(blocks * CpuKvBlockBytes(l.shape, l.block_tokens) / sizeof(float), NAN);
   cache_ = std::make_unique<DeviceArray<uint16_t>>(blocks *
                                                    CudaKvBlockBytes(l.shape, l.block_tokens) / 2);
+}
+
+// Before any row is appended: what is read past a sequence's end is zeroed as it is appended.
+void CudaAttentionTest::SetUp() {
+  CudaTest::SetUp();
+  if (IsSkipped() || !GetParam().consecutive) return;
+  const AttentionShape& s = GetParam().shape;
+  const int64_t stride = int64_t{s.num_q_heads} * s.head_dim + 8;
+  const std::string got = ops_->PrepareAttention({s, 2048, 12, int64_t{1} << 15,
+                                                  GetParam().block_tokens, stride, stride});
+  if (got.find("built without") != std::string::npos || got.find("libcudnn") != std::string::npos) {
+    GTEST_SKIP() << got;
+  }
+  ASSERT_EQ(got.rfind("cudnn ", 0), 0) << got;
 }
 
 void CudaAttentionTest::RunBoth(const std::vector<int64_t>& first,
@@ -79,7 +110,7 @@ void CudaAttentionTest::RunBoth(const std::vector<int64_t>& first,
   const size_t angles = static_cast<size_t>(rows * half), width = static_cast<size_t>(rows * kv);
   std::vector<float> cos(angles), sin(angles), keys(width), values(width);
   const KvCacheRef cpu_ref{cpu_cache_.data(), side_.tables.data(), side_.max_blocks,
-                           GetParam().block_tokens};
+                           GetParam().block_tokens, GetParam().consecutive};
   const auto column = [&](int64_t c) {
     return ConstRows(fused.row(0) + c, ConstRows(fused).stride);
   };
@@ -94,15 +125,19 @@ void CudaAttentionTest::RunBoth(const std::vector<int64_t>& first,
   const DeviceArray<float> q_w(q_norm), k_w(k_norm), freq(inv_freq), c(angles), sn(angles);
   const DeviceArray<uint16_t> k_out(width), v_out(width);
   const DeviceArray<int32_t> tables(side_.tables);
-  const KvCacheRef ref{cache_->data(), tables.data(), side_.max_blocks, GetParam().block_tokens};
+  const KvCacheRef ref{cache_->data(), tables.data(), side_.max_blocks, GetParam().block_tokens,
+                       GetParam().consecutive};
   const auto device_column = [&](int64_t at) { return ConstRows(in.column(at), in.stride()); };
   Expect(
       ops_->RopeTable({device.args, freq.data(), static_cast<int32_t>(half), c.data(), sn.data()}));
   Expect(ops_->AttentionFront({device.args, s, in, device_column(2 * q), device_column(2 * q + kv),
                                q_w.data(), k_w.data(), 1e-6f, c.data(), sn.data(), q_out,
                                k_out.data(), v_out.data(), ref}));
-  ops_->set_portable(GetParam().portable);
-  const absl::Status status = ops_->Attention({device.args, s, q_out, in, ref, out});
+  const AttentionArgs args{device.args, s, q_out, in, ref, out};
+  const std::string kernel = GetParam().kernel;
+  ops_->set_portable(kernel == "portable");
+  if (IsHopper()) EXPECT_EQ(ops_->AttentionKernel(args), kernel);
+  const absl::Status status = ops_->Attention(args);
   ops_->set_portable(false);
   Expect(status);
   ExpectClose(q_out.Read(), q_cpu, 0x1p-7, 1e-2);  // rope adds two rounded products
@@ -121,6 +156,12 @@ TEST_P(CudaAttentionTest, PacksAndPrefixesMatchTheCpu) {
   RunBoth({216, 431, 193}, {256, 257, 63});
 }
 
+TEST_P(CudaAttentionTest, ManySequencesMatchTheCpu) {
+  MakeCaches(400, 9);
+  RunBoth({0, 0, 0, 0, 0, 0, 0, 0, 0}, {127, 128, 129, 1, 2, 255, 256, 257, 64});
+  RunBoth({127, 128, 129, 1, 2, 255, 256, 257, 64}, {1, 128, 127, 126, 140, 1, 128, 143, 64});
+}
+
 TEST_P(CudaAttentionTest, LoadedRowsAreTheCache) {
   const AttentionShape& s = GetParam().shape;
   const size_t width = static_cast<size_t>(s.num_kv_heads * s.head_dim);
@@ -129,7 +170,8 @@ TEST_P(CudaAttentionTest, LoadedRowsAreTheCache) {
   std::vector<uint16_t> ones(100 * width, 0x3f80);
   const DeviceArray<uint16_t> k(zeros), v(ones);
   const DeviceArray<int32_t> tables(side_.tables);
-  const KvCacheRef ref{cache_->data(), tables.data(), side_.max_blocks, GetParam().block_tokens};
+  const KvCacheRef ref{cache_->data(), tables.data(), side_.max_blocks, GetParam().block_tokens,
+                       GetParam().consecutive};
   Expect(ops_->KvLoad({s, 30, 0, k.data(), v.data(), ref}));
   Expect(ops_->KvLoad({s, 70, 30, k.data() + 30 * width, v.data() + 30 * width, ref}));
   // Equal keys and values of one: the attention of any query is one, times sigmoid(0) = 1/2.
@@ -146,13 +188,16 @@ TEST_P(CudaAttentionTest, LoadedRowsAreTheCache) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, CudaAttentionTest,
-                         ::testing::Values(Layout{"plain", {2, 2, 64, 64}, 64, false},
-                                           Layout{"dim_128", {4, 2, 128, 32}, 128, false},
-                                           Layout{"dim_256", {4, 1, 256, 64}, 64, false},
-                                           Layout{"qwen35_4b", {16, 4, 256, 64}, 256, false},
-                                           Layout{"portable_256", {4, 1, 256, 64}, 64, true},
-                                           Layout{"odd_dim", {3, 1, 80, 20}, 192, false},
-                                           Layout{"no_rope", {2, 1, 16, 0}, 64, false}),
+                         ::testing::Values(
+                             Layout{"plain", {2, 2, 64, 64}, 64, "portable"},
+                             Layout{"dim_128", {4, 2, 128, 32}, 128, "wgmma"},
+                             Layout{"dim_256", {4, 1, 256, 64}, 64, "wgmma"},
+                             Layout{"qwen35_4b", {16, 4, 256, 64}, 256, "wgmma"},
+                             Layout{"portable_256", {4, 1, 256, 64}, 64, "portable"},
+                             Layout{"odd_dim", {3, 1, 80, 20}, 192, "portable"},
+                             Layout{"no_rope", {2, 1, 16, 0}, 64, "portable"},
+                             Layout{"cudnn_128", {4, 2, 128, 32}, 128, "cudnn", true},
+                             Layout{"cudnn_qwen35_4b", {16, 4, 256, 64}, 256, "cudnn", true}),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace
