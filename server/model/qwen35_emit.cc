@@ -109,8 +109,6 @@ absl::Status Qwen35Graph::EmitKv(const StepPlan& plan, size_t layer, StepSink& s
 absl::Status Qwen35Graph::RunHead(const StepPlan& plan, StepSink& sink, StepStats& stats) {
   const Qwen35Memory& m = memory_;
   const int64_t vocab = config_.vocab_size;
-  // From here on the sink is called on this thread.
-  SPARSEGDN_RETURN_IF_ERROR(ops_.FinishToHost());
   LogprobCollector logprobs(plan.chunks.size());
   for (size_t begin = 0; begin < plan.head_rows.size(); begin += kLogitRows) {
     const auto rows =
@@ -143,6 +141,8 @@ absl::Status Qwen35Graph::RunHead(const StepPlan& plan, StepSink& sink, StepStat
     const MemoryRange ranges[] = {{m.logits, static_cast<size_t>(count * vocab) * sizeof(float)},
                                   {m.log_probs, static_cast<size_t>(count) * sizeof(float)}};
     const void* views[2] = {};
+    // The rows compute while the last states are handed on; then the sink is called on this thread.
+    SPARSEGDN_RETURN_IF_ERROR(ops_.FinishToHost());
     SPARSEGDN_RETURN_IF_ERROR(ops_.ToHost(ranges, views));
     for (int64_t i = 0; i < count; ++i) {
       const float* logits = static_cast<const float*>(views[0]) + i * vocab;
@@ -153,6 +153,7 @@ absl::Status Qwen35Graph::RunHead(const StepPlan& plan, StepSink& sink, StepStat
       if (rows[i].target >= 0) logprobs.Add(rows[i], static_cast<const float*>(views[1])[i]);
     }
   }
+  SPARSEGDN_RETURN_IF_ERROR(ops_.FinishToHost());
   logprobs.Emit(sink, stats);
   return absl::OkStatus();
 }
