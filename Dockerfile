@@ -10,8 +10,8 @@ ARG CUDA_VERSION=13.0.1
 
 FROM debian:bookworm-slim AS build-cpu
 FROM debian:bookworm-slim AS run-cpu
-FROM nvidia/cuda:${CUDA_VERSION}-devel-ubuntu24.04 AS build-cuda
-FROM nvidia/cuda:${CUDA_VERSION}-runtime-ubuntu24.04 AS run-cuda
+FROM nvidia/cuda:${CUDA_VERSION}-cudnn-devel-ubuntu24.04 AS build-cuda
+FROM nvidia/cuda:${CUDA_VERSION}-cudnn-runtime-ubuntu24.04 AS run-cuda
 
 FROM build-${BACKEND} AS build
 ARG BACKEND
@@ -20,6 +20,9 @@ WORKDIR /src
 COPY deploy/packages.sh deploy/
 RUN . deploy/packages.sh && ensure_packages "${build_packages[@]}"
 COPY . .
+RUN if [ "$BACKEND" = cuda ]; then \
+      . deploy/packages.sh && ensure_packages python3-pip && deploy/get_cudnn_frontend.sh; \
+    fi
 RUN case "$BACKEND" in cpu) cuda=OFF ;; cuda) cuda=ON ;; esac \
     && cmake --preset release -DSPARSEGDN_CUDA="$cuda" -DSPARSEGDN_TESTS=OFF \
     && cmake --build --preset release --target sparsegdn-server sparsegdn \

@@ -34,10 +34,14 @@ build() { # PRESET TARGET...
   mkdir -p build
   log=build/$preset.configure.log
   cmake --preset "$preset" >"$log" 2>&1 || { cat "$log" >&2; return 1; }
-  grep -E '^-- (CUDA backend|Tests left out)' "$log" || true
+  grep -E '^-- (CUDA backend|CUDA attention|Tests left out)' "$log" || true
   cmake --build --preset "$preset" -j "$jobs" --target "$@" | tail -n 3
 }
 
+if command -v nvcc >/dev/null; then
+  deploy/get_cudnn_frontend.sh ||
+    echo "not built: attention by cuDNN (its frontend's headers could not be fetched: no pip, or no PyPI)"
+fi
 build release all
 build asan unit_tests
 build tsan unit_tests

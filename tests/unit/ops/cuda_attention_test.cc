@@ -136,7 +136,9 @@ void CudaAttentionTest::RunBoth(const std::vector<int64_t>& first,
   const AttentionArgs args{device.args, s, q_out, in, ref, out};
   const std::string kernel = GetParam().kernel;
   ops_->set_portable(kernel == "portable");
-  if (IsHopper()) EXPECT_EQ(ops_->AttentionKernel(args), kernel);
+  if (IsHopper()) {
+    EXPECT_EQ(ops_->AttentionKernel(args), kernel);
+  }
   const absl::Status status = ops_->Attention(args);
   ops_->set_portable(false);
   Expect(status);
