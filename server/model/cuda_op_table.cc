@@ -112,6 +112,11 @@ class CudaOpTable : public OpTable {
                     Rows y) override {
     return Watch(ops_->Gemm(rows, x, Matrix(weight), residual, y));
   }
+  bool tunes_gemm() const override { return true; }
+  absl::Status TuneGemm(int64_t rows, ConstRows x, const Weight& weight, ConstRows residual,
+                        Rows y) override {
+    return Watch(ops_->TuneGemm(rows, x, Matrix(weight), residual, y));
+  }
   absl::Status GemmLogits(int64_t rows, ConstRows x, const Weight& weight, float* y) override {
     return Watch(ops_->GemmLogits(rows, x, Matrix(weight), y));
   }

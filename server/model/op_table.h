@@ -103,6 +103,13 @@ class OpTable {
   // y = x W^T (+ residual, when its data is not null; it may be y).
   virtual absl::Status Gemm(int64_t rows, ConstRows x, const Weight& weight, ConstRows residual,
                             Rows y) = 0;
+  // While a model is loaded: as Gemm, whose way for this shape may be chosen by timing; y holds
+  // nothing of use afterwards.
+  virtual bool tunes_gemm() const { return false; }
+  virtual absl::Status TuneGemm(int64_t rows, ConstRows x, const Weight& weight,
+                                ConstRows residual, Rows y) {
+    return Gemm(rows, x, weight, residual, y);
+  }
   // As Gemm without residual, FP32 out: y [rows, weight.out()] contiguous.
   virtual absl::Status GemmLogits(int64_t rows, ConstRows x, const Weight& weight, float* y) = 0;
   virtual absl::Status GatherRows(int64_t rows, int64_t cols, const int32_t* index, ConstRows x,

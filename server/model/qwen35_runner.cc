@@ -1,5 +1,6 @@
 #include "server/model/qwen35_runner.h"
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -12,6 +13,7 @@ namespace sparsegdn::model {
 namespace {
 
 constexpr size_t kAllocationGranule = 512;
+constexpr int64_t kLeastTunedRows = 1024, kMostTunedRows = 32'768;
 
 // Asks the table for everything that the weights and the memory of a model will take. All 0 where
 // the table does not count (MatrixBytes).
@@ -84,6 +86,7 @@ absl::StatusOr<std::unique_ptr<Qwen35Runner>> Qwen35Runner::Create(Qwen35Options
       runner->memory_,
       AllocateMemory(kept.config, kept.limits, runner->slots_.num_blocks(), *runner->ops_));
   if (needs_kv) runner->PrepareAttention();
+  if (runner->ops_->tunes_gemm()) SPARSEGDN_RETURN_IF_ERROR(runner->TuneProducts());
   runner->graph_ = std::make_unique<Qwen35Graph>(kept.config, kept.limits, runner->weights_,
                                                  runner->memory_, *runner->ops_);
   return runner;
@@ -99,6 +102,32 @@ void Qwen35Runner::PrepareAttention() {
                                             .block_tokens = limits.kv_block_tokens,
                                             .q_stride = memory_.mixed.stride,
                                             .out_stride = memory_.mixer_out.stride});
+}
+
+// At each power of two of rows that a step may have: the products of one layer of each kind stand
+// for all. Below kLeastTunedRows weights are what takes the time, and any way reads them once.
+absl::Status Qwen35Runner::TuneProducts() {
+  const Qwen35Memory& m = memory_;
+  const auto tune = [&](int64_t rows, const Rows& x, const Weight& weight, ConstRows residual,
+                        Rows y) { return ops_->TuneGemm(rows, x, weight, residual, y); };
+  for (int64_t rows = kLeastTunedRows;
+       rows <= std::min(options_.limits.max_batch_tokens, kMostTunedRows); rows *= 2) {
+    // Any values but zeros, which cost less power: token 0's embedding, then its products.
+    SPARSEGDN_RETURN_IF_ERROR(ops_->Embed(rows, m.tokens, *weights_.embedding, m.normed));
+    bool seen[2] = {};
+    for (size_t i = 0; i < weights_.layers.size(); ++i) {
+      const bool linear = options_.config.layers[i] == LayerKind::kLinear;
+      if (std::exchange(seen[linear ? 0 : 1], true)) continue;
+      const LayerWeights& w = weights_.layers[i];
+      const Weight *in = linear ? w.linear.in : w.full.in, *out = linear ? w.linear.out : w.full.out;
+      SPARSEGDN_RETURN_IF_ERROR(tune(rows, m.normed, *in, {}, m.fused));
+      SPARSEGDN_RETURN_IF_ERROR(tune(rows, m.fused, *out, m.x, m.x));
+      if (seen[0] && seen[1]) continue;
+      SPARSEGDN_RETURN_IF_ERROR(tune(rows, m.normed, *w.gate_up, {}, m.fused));
+      SPARSEGDN_RETURN_IF_ERROR(tune(rows, m.fused, *w.down, m.x, m.x));
+    }
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<int32_t> Qwen35Runner::Acquire(int64_t max_tokens) {

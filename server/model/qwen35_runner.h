@@ -58,6 +58,7 @@ class Qwen35Runner : public ModelRunner {
  private:
   Qwen35Runner(Qwen35Options options, std::unique_ptr<OpTable> ops, SlotPool slots);
   void PrepareAttention();
+  absl::Status TuneProducts();
   absl::Status LoadLinear(int32_t slot, size_t layer, const SlotImage::Layer& image);
   absl::Status LoadFull(const SlotPool::Slot& slot, size_t layer, int64_t position,
                         const SlotImage::Layer& image);

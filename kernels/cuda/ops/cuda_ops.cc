@@ -104,6 +104,12 @@ absl::Status CudaOps::Gemm(int64_t rows, ConstRows x, const CudaMatrix& weight, 
   return impl_->gemm->Run({rows, x, weight, residual, y, false}, impl_->stream);
 }
 
+absl::Status CudaOps::TuneGemm(int64_t rows, ConstRows x, const CudaMatrix& weight,
+                               ConstRows residual, Rows y) {
+  if (absl::Status s = CheckGemm(x, weight, residual, y.stride); !s.ok()) return s;
+  return impl_->gemm->Tune({rows, x, weight, residual, y, false}, impl_->stream);
+}
+
 absl::Status CudaOps::GemmLogits(int64_t rows, ConstRows x, const CudaMatrix& weight, float* y) {
   if (absl::Status s = CheckGemm(x, weight, {}, 0); !s.ok()) return s;
   return impl_->gemm->Run({rows, x, weight, {}, {y, weight.out}, true}, impl_->stream);

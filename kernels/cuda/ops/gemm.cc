@@ -5,10 +5,12 @@
 #include <cublasLt.h>
 #include <dlfcn.h>
 
+#include <iterator>
 #include <map>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 
@@ -16,6 +18,9 @@ namespace sparsegdn::cuda_ops {
 namespace {
 
 constexpr size_t kMaxPlans = 4096;  // shapes remembered; a server meets one set per batch size
+constexpr int kCandidates = 8;      // algorithms that Tune times
+constexpr int kTimedRuns = 3;
+constexpr float kClearlyFaster = 0.98f;  // of the heuristic's first choice
 
 // The library's entry points that this file calls.
 struct Library {
@@ -23,6 +28,7 @@ struct Library {
   decltype(&cublasLtDestroy) destroy = nullptr;
   decltype(&cublasLtMatmul) matmul = nullptr;
   decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic = nullptr;
+  decltype(&cublasLtMatmulAlgoCheck) check = nullptr;
   decltype(&cublasLtMatmulDescCreate) desc_create = nullptr;
   decltype(&cublasLtMatmulDescDestroy) desc_destroy = nullptr;
   decltype(&cublasLtMatmulDescSetAttribute) desc_set = nullptr;
@@ -55,6 +61,7 @@ absl::StatusOr<Library> OpenLibrary() {
                    Find(handle, "cublasLtDestroy", lt.destroy) &&
                    Find(handle, "cublasLtMatmul", lt.matmul) &&
                    Find(handle, "cublasLtMatmulAlgoGetHeuristic", lt.heuristic) &&
+                   Find(handle, "cublasLtMatmulAlgoCheck", lt.check) &&
                    Find(handle, "cublasLtMatmulDescCreate", lt.desc_create) &&
                    Find(handle, "cublasLtMatmulDescDestroy", lt.desc_destroy) &&
                    Find(handle, "cublasLtMatmulDescSetAttribute", lt.desc_set) &&
@@ -75,6 +82,9 @@ absl::Status FromLt(cublasStatus_t status, const char* what) {
 // rows, out, in, stride of x, of the residual (-1: none) and of y, FP32 out.
 using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool>;
 
+// out, in, with residual, FP32 out.
+using MatrixKey = std::tuple<int64_t, int64_t, bool, bool>;
+
 struct Plan {
   cublasLtMatrixLayout_t w = nullptr, x = nullptr, c = nullptr, y = nullptr;
   cublasLtMatmulAlgo_t algorithm;
@@ -89,6 +99,9 @@ struct LtGemm::Impl {
     if (preference != nullptr) lt.preference_destroy(preference);
     if (handle != nullptr) lt.destroy(handle);
     if (workspace != nullptr) cudaFree(workspace);
+    for (cudaEvent_t event : {begin, end}) {
+      if (event != nullptr) cudaEventDestroy(event);
+    }
   }
 
   void Clear() {
@@ -106,6 +119,9 @@ struct LtGemm::Impl {
     if (cudaMalloc(&workspace, bytes) != cudaSuccess) {
       return absl::ResourceExhaustedError(
           absl::StrCat("cannot allocate ", bytes, " bytes of device memory for products"));
+    }
+    if (cudaEventCreate(&begin) != cudaSuccess || cudaEventCreate(&end) != cudaSuccess) {
+      return absl::InternalError("cuda: cannot create events");
     }
     absl::Status s = FromLt(lt.create(&handle), "create");
     if (s.ok()) {
@@ -142,7 +158,7 @@ struct LtGemm::Impl {
     return &plans.emplace(key, plan).first->second;
   }
 
-  absl::Status MakePlan(const Product& p, Plan& plan) {
+  absl::Status MakeLayouts(const Product& p, Plan& plan) {
     const cudaDataType_t out = p.fp32_out ? CUDA_R_32F : CUDA_R_16BF;
     const uint64_t n = static_cast<uint64_t>(p.weight.out), k = static_cast<uint64_t>(p.weight.in);
     const uint64_t m = static_cast<uint64_t>(p.rows);
@@ -151,20 +167,78 @@ struct LtGemm::Impl {
     s.Update(FromLt(lt.layout_create(&plan.x, CUDA_R_16BF, k, m, p.x.stride), "layout"));
     s.Update(FromLt(lt.layout_create(&plan.c, out, n, m, c_stride), "layout"));
     s.Update(FromLt(lt.layout_create(&plan.y, out, n, m, p.y.stride), "layout"));
-    if (!s.ok()) return s;
-    cublasLtMatmulHeuristicResult_t result{};
+    return s;
+  }
+
+  // At least one, best first.
+  absl::StatusOr<std::vector<cublasLtMatmulHeuristicResult_t>> Candidates(const Product& p,
+                                                                          const Plan& plan,
+                                                                          int most) {
+    std::vector<cublasLtMatmulHeuristicResult_t> results(static_cast<size_t>(most));
     int found = 0;
-    s = FromLt(lt.heuristic(handle, description, plan.w, plan.x, plan.c, plan.y, preference, 1,
-                            &result, &found),
-               "heuristic");
+    absl::Status s = FromLt(lt.heuristic(handle, description, plan.w, plan.x, plan.c, plan.y,
+                                         preference, most, results.data(), &found),
+                            "heuristic");
     if (!s.ok()) return s;
     if (found == 0) {
       return absl::InternalError(absl::StrCat("cublasLt: no algorithm for [", p.rows, ", ",
                                               p.weight.in, "] x [", p.weight.out, ", ", p.weight.in,
                                               "]^T"));
     }
-    plan.algorithm = result.algo;
+    results.resize(static_cast<size_t>(found));
+    return results;
+  }
+
+  // The algorithm of the greatest tuned number of rows that is not far above p.rows, where it is
+  // valid; else the heuristic's first.
+  absl::Status MakePlan(const Product& p, Plan& plan) {
+    absl::Status s = MakeLayouts(p, plan);
+    if (!s.ok()) return s;
+    if (const auto matrix = tuned.find(KeyOf(p)); matrix != tuned.end()) {
+      auto at = matrix->second.upper_bound(p.rows + p.rows / 3);
+      if (at != matrix->second.begin()) {
+        plan.algorithm = std::prev(at)->second;
+        cublasLtMatmulHeuristicResult_t result{};
+        if (lt.check(handle, description, plan.w, plan.x, plan.c, plan.y, &plan.algorithm,
+                     &result) == CUBLAS_STATUS_SUCCESS &&
+            result.workspaceSize <= workspace_bytes) {
+          return absl::OkStatus();
+        }
+      }
+    }
+    auto candidates = Candidates(p, plan, 1);
+    if (!candidates.ok()) return candidates.status();
+    plan.algorithm = candidates->front().algo;
     return absl::OkStatus();
+  }
+
+  absl::Status Multiply(const Product& p, const Plan& plan, cudaStream_t stream) {
+    const float one = 1.0f, zero = 0.0f;
+    const bool add = p.residual.data != nullptr;
+    return FromLt(
+        lt.matmul(handle, description, &one, p.weight.data, plan.w, p.x.data, plan.x,
+                  add ? &one : &zero, add ? p.residual.data : p.y.data, plan.c, p.y.data, plan.y,
+                  &plan.algorithm, workspace, workspace_bytes, stream),
+        "product");
+  }
+
+  // Milliseconds of kTimedRuns products.
+  absl::StatusOr<float> Time(const Product& p, const Plan& plan, cudaStream_t stream) {
+    for (int run = 0; run <= kTimedRuns; ++run) {
+      if (run == 1) cudaEventRecord(begin, stream);  // the first warms up
+      if (absl::Status s = Multiply(p, plan, stream); !s.ok()) return s;
+    }
+    cudaEventRecord(end, stream);
+    float ms = 0.0f;
+    if (cudaEventSynchronize(end) != cudaSuccess ||
+        cudaEventElapsedTime(&ms, begin, end) != cudaSuccess) {
+      return absl::InternalError("cublasLt: a product failed while it was timed");
+    }
+    return ms;
+  }
+
+  static MatrixKey KeyOf(const Product& p) {
+    return {p.weight.out, p.weight.in, p.residual.data != nullptr, p.fp32_out};
   }
 
   Library lt;
@@ -173,7 +247,9 @@ struct LtGemm::Impl {
   cublasLtMatmulPreference_t preference = nullptr;
   void* workspace = nullptr;
   size_t workspace_bytes = 0;
+  cudaEvent_t begin = nullptr, end = nullptr;  // of Time
   std::map<Key, Plan> plans;
+  std::map<MatrixKey, std::map<int64_t, cublasLtMatmulAlgo_t>> tuned;  // by rows
 };
 
 LtGemm::LtGemm(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -192,14 +268,31 @@ absl::Status LtGemm::Run(const Product& p, cudaStream_t stream) {
   if (p.rows == 0 || p.weight.out == 0) return absl::OkStatus();
   absl::StatusOr<Plan*> plan = impl_->PlanOf(p);
   if (!plan.ok()) return plan.status();
-  const float one = 1.0f, zero = 0.0f;
-  const bool add = p.residual.data != nullptr;
-  return FromLt(
-      impl_->lt.matmul(impl_->handle, impl_->description, &one, p.weight.data, (*plan)->w, p.x.data,
-                       (*plan)->x, add ? &one : &zero, add ? p.residual.data : p.y.data, (*plan)->c,
-                       p.y.data, (*plan)->y, &(*plan)->algorithm, impl_->workspace,
-                       impl_->workspace_bytes, stream),
-      "product");
+  return impl_->Multiply(p, **plan, stream);
+}
+
+absl::Status LtGemm::Tune(const Product& p, cudaStream_t stream) {
+  if (p.rows == 0 || p.weight.out == 0) return absl::OkStatus();
+  Impl& impl = *impl_;
+  Plan plan;
+  absl::Status s = impl.MakeLayouts(p, plan);
+  if (s.ok()) {
+    auto candidates = impl.Candidates(p, plan, kCandidates);
+    s = candidates.status();
+    float least = 0.0f;
+    for (size_t i = 0; s.ok() && i < candidates->size(); ++i) {
+      plan.algorithm = (*candidates)[i].algo;
+      auto ms = impl.Time(p, plan, stream);
+      s = ms.status();
+      if (!s.ok()) break;
+      if (i > 0 && *ms >= least) continue;
+      least = i == 0 ? *ms * kClearlyFaster : *ms;
+      impl.tuned[Impl::KeyOf(p)][p.rows] = plan.algorithm;
+    }
+  }
+  impl.Destroy(plan);
+  impl.Clear();  // plans made before do not know of it
+  return s;
 }
 
 }  // namespace sparsegdn::cuda_ops

@@ -32,6 +32,10 @@ class LtGemm {
     bool fp32_out = false;  // else BF16
   };
   absl::Status Run(const Product& product, cudaStream_t stream);
+  // Times the algorithms that the library's heuristic names first and keeps the fastest, if it is
+  // clearly faster than the first, for later products of this matrix shape with about as many rows.
+  // y may be residual, and holds nothing of use afterwards. Waits for the stream.
+  absl::Status Tune(const Product& product, cudaStream_t stream);
 
  private:
   struct Impl;

@@ -49,6 +49,10 @@ class CudaOps {
   // product may be rounded to BF16 before the residual is added.
   absl::Status Gemm(int64_t rows, ConstRows x, const CudaMatrix& weight, ConstRows residual,
                     Rows y);
+  // Chooses by timing how products of this shape and about as many rows are computed from now on.
+  // y may be residual, and holds nothing of use afterwards. Waits for the stream.
+  absl::Status TuneGemm(int64_t rows, ConstRows x, const CudaMatrix& weight, ConstRows residual,
+                        Rows y);
   // As Gemm without residual, FP32 out: y [rows, out] contiguous.
   absl::Status GemmLogits(int64_t rows, ConstRows x, const CudaMatrix& weight, float* y);
   // y[i] = row index[i] of x; the rows of an embedding too.

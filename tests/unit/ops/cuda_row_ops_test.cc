@@ -129,11 +129,12 @@ TEST_F(CudaRowOpsTest, CheckFiniteFlagsTheRightSequence) {
 
 struct GemmCase {
   int64_t rows, out, in;
+  bool tuned = false;  // at fewer rows
 };
 
 TEST_F(CudaRowOpsTest, GemmWithResidualAndFp32Logits) {
   for (const GemmCase& c : {GemmCase{1, 8, 8}, GemmCase{1, 12360, 256}, GemmCase{77, 264, 1024},
-                            GemmCase{130, 512, 128}}) {
+                            GemmCase{130, 512, 128}, GemmCase{1300, 264, 128, true}}) {
     SCOPED_TRACE(c.rows);
     Random random(1);
     Matrix x(c.rows, c.in), residual(c.rows, c.out), w(c.out, c.in);
@@ -155,6 +156,10 @@ TEST_F(CudaRowOpsTest, GemmWithResidualAndFp32Logits) {
     const DeviceArray<float> logits(static_cast<size_t>(c.rows * c.out));
     // FP32 sums of |in| terms of order one: 2^-24 in, and the rounding of the result.
     const double absolute = 1e-6 * static_cast<double>(c.in);
+    if (c.tuned) {
+      Expect(ops_->TuneGemm(1024, x_in, matrix, {}, y));
+      Expect(ops_->TuneGemm(1024, x_in, matrix, y, y));
+    }
     Expect(ops_->Gemm(c.rows, x_in, matrix, {}, y));
     ExpectClose(y.Read(), plain, kRelative, absolute);
     // The library may round the product before it adds: 2^-9 of the product and 2^-9 of the sum are
