@@ -47,6 +47,11 @@ PASS(cublasLtMatmulAlgoGetHeuristic,
       cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t e,
       cublasLtMatmulPreference_t p, int n, cublasLtMatmulHeuristicResult_t* r, int* found),
      (h, d, a, b, c, e, p, n, r, found))
+PASS(cublasLtMatmulAlgoCheck,
+     (cublasLtHandle_t h, cublasLtMatmulDesc_t d, cublasLtMatrixLayout_t a,
+      cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t e,
+      const cublasLtMatmulAlgo_t* algo, cublasLtMatmulHeuristicResult_t* r),
+     (h, d, a, b, c, e, algo, r))
 PASS(cublasLtMatmulDescCreate,
      (cublasLtMatmulDesc_t * d, cublasComputeType_t c, cudaDataType_t s), (d, c, s))
 PASS(cublasLtMatmulDescDestroy, (cublasLtMatmulDesc_t d), (d))

@@ -14,6 +14,7 @@ run is committed as docs/results/live_transformers.log.
 """
 
 import importlib.util
+import subprocess
 import sys
 
 MISSING = [m for m in ("torch", "transformers", "grpc", "google.protobuf", "xxhash", "numpy")
@@ -170,6 +171,9 @@ def check_refusals(client, model, ids, plain):
     base = client.prefill(ids[0, :50].numpy(), keep=True, snapshot_at="after_last")
     tail = client.prefill(ids[0, 50:].numpy(), resume_from=base.result.snapshot_id)
     refused("KV from a later position", ValueError, lambda: load_into_cache(model, tail.snapshot))
+    refused("another model's snapshot", ValueError,
+            lambda: load_into_cache(model, plain, expect_model="0" * 64))
+    load_into_cache(model, plain, expect_model=plain.model_identity)
     methods = DynamicCache.update_conv_state
     owner = next(c for c in DynamicCache.__mro__ if "update_conv_state" in vars(c))
     del owner.update_conv_state
@@ -225,8 +229,10 @@ def main():
     torch.backends.cuda.matmul.allow_tf32 = False
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, numpy "
-          f"{np.__version__}")
+    commit = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"],
+                            capture_output=True, text=True).stdout.strip() or "unknown"
+    print(f"commit {commit}, torch {torch.__version__}, transformers "
+          f"{transformers.__version__}, numpy {np.__version__}")
     for name in ("tiny-gdn", "tiny-hybrid"):
         with ServerProcess(name) as server, PrefillClient(server.target) as client:
             info = server.info
