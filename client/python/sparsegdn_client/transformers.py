@@ -176,6 +176,10 @@ def load_into_cache(
             cache.update_recurrent_state(
                 _tensor(snapshot.state(layer), like, torch.float32), layer
             )
+            # 5.25 counts tokens in linear layers too, here the columns of the conv state.
+            count = getattr(cache.layers[layer], "cumulative_length_linear", None)
+            if count is not None:
+                count.fill_(snapshot.position)
     if isinstance(cache, CountingCache):
         cache.start_at(snapshot.position)
     # A multimodal prompt before this one leaves position offsets that text must not inherit.
