@@ -103,12 +103,11 @@ class OpTable {
   // y = x W^T (+ residual, when its data is not null; it may be y).
   virtual absl::Status Gemm(int64_t rows, ConstRows x, const Weight& weight, ConstRows residual,
                             Rows y) = 0;
-  // While a model is loaded: as Gemm, whose way for this shape may be chosen by timing; y holds
-  // nothing of use afterwards.
+  // While a model is loaded, where tunes_gemm(): chooses by timing how products of this shape are
+  // computed from then on; y holds nothing of use afterwards.
   virtual bool tunes_gemm() const { return false; }
-  virtual absl::Status TuneGemm(int64_t rows, ConstRows x, const Weight& weight,
-                                ConstRows residual, Rows y) {
-    return Gemm(rows, x, weight, residual, y);
+  virtual absl::Status TuneGemm(int64_t, ConstRows, const Weight&, ConstRows, Rows) {
+    return absl::OkStatus();
   }
   // As Gemm without residual, FP32 out: y [rows, weight.out()] contiguous.
   virtual absl::Status GemmLogits(int64_t rows, ConstRows x, const Weight& weight, float* y) = 0;

@@ -114,7 +114,7 @@ absl::Status Qwen35Runner::TuneProducts() {
        rows <= std::min(options_.limits.max_batch_tokens, kMostTunedRows); rows *= 2) {
     // Any values but zeros, which cost less power: token 0's embedding, then its products.
     SPARSEGDN_RETURN_IF_ERROR(ops_->Embed(rows, m.tokens, *weights_.embedding, m.normed));
-    bool seen[2] = {};
+    bool seen[2] = {}, mlp_seen = false;
     for (size_t i = 0; i < weights_.layers.size(); ++i) {
       const bool linear = options_.config.layers[i] == LayerKind::kLinear;
       if (std::exchange(seen[linear ? 0 : 1], true)) continue;
@@ -122,7 +122,7 @@ absl::Status Qwen35Runner::TuneProducts() {
       const Weight *in = linear ? w.linear.in : w.full.in, *out = linear ? w.linear.out : w.full.out;
       SPARSEGDN_RETURN_IF_ERROR(tune(rows, m.normed, *in, {}, m.fused));
       SPARSEGDN_RETURN_IF_ERROR(tune(rows, m.fused, *out, m.x, m.x));
-      if (seen[0] && seen[1]) continue;
+      if (std::exchange(mlp_seen, true)) continue;
       SPARSEGDN_RETURN_IF_ERROR(tune(rows, m.normed, *w.gate_up, {}, m.fused));
       SPARSEGDN_RETURN_IF_ERROR(tune(rows, m.fused, *w.down, m.x, m.x));
     }

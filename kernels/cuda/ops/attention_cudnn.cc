@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <unordered_map>
@@ -27,8 +28,8 @@ namespace {
 
 namespace fe = cudnn_frontend;
 
-constexpr int32_t kMaxSeqs = 64;    // of a plan
-constexpr int64_t kMinTokens = 128;  // below, our own kernel's shorter blocks win
+constexpr int32_t kMaxSeqs = 64;  // of a plan
+constexpr int64_t kMaxWorkspaceBytes = int64_t{64} << 20;
 
 enum Uid : int64_t { kQ = 1, kK, kV, kO, kQLength, kKvLength, kQOffset, kKvOffset, kOOffset };
 
@@ -37,13 +38,20 @@ absl::Status FromFrontend(const fe::error_t& error, const char* what) {
   return absl::FailedPreconditionError(absl::StrCat("cudnn: ", what, ": ", error.err_msg));
 }
 
-absl::StatusOr<void*> OpenLibrary() {
-  if (fe::cudnn_dlhandle != nullptr) return fe::cudnn_dlhandle;
-  for (const char* name : {"libcudnn.so.9", "libcudnn.so"}) {
-    if (void* handle = dlopen(name, RTLD_NOW | RTLD_LOCAL); handle != nullptr) return handle;
-  }
-  const char* why = dlerror();
-  return absl::FailedPreconditionError(why == nullptr ? "libcudnn.so.9 not found" : why);
+absl::Status FromCuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return absl::OkStatus();
+  return absl::InternalError(absl::StrCat("cuda: ", what, ": ", cudaGetErrorString(error)));
+}
+
+// Once a process; never closed, since plans of the frontend's hold functions of it.
+absl::Status OpenLibrary() {
+  static const absl::Status status = [] {
+    fe::cudnn_dlhandle = dlopen("libcudnn.so.9", RTLD_NOW | RTLD_LOCAL);
+    if (fe::cudnn_dlhandle != nullptr) return absl::OkStatus();
+    const char* why = dlerror();
+    return absl::FailedPreconditionError(why == nullptr ? "libcudnn.so.9 not found" : why);
+  }();
+  return status;
 }
 
 struct Plan {
@@ -114,10 +122,25 @@ absl::StatusOr<std::unique_ptr<Plan>> MakePlan(const AttentionLimits& l, int64_t
   return plan;
 }
 
+struct DeviceBytes {
+  explicit DeviceBytes(size_t count) : bytes(count) {
+    if (cudaMalloc(reinterpret_cast<void**>(&data), count) != cudaSuccess) {
+      cudaGetLastError();
+      data = nullptr;
+    }
+  }
+  ~DeviceBytes() { cudaFree(data); }
+  DeviceBytes(const DeviceBytes&) = delete;
+  DeviceBytes& operator=(const DeviceBytes&) = delete;
+  char* data = nullptr;
+  size_t bytes;
+};
+
 class Cudnn : public CudnnAttention {
  public:
   explicit Cudnn(const AttentionLimits& limits) : limits_(limits) {}
   ~Cudnn() override {
+    cudaStreamSynchronize(stream_);
     plans_.clear();
     if (handle_ != nullptr) fe::detail::destroy_handle(handle_);
     if (memory_ != nullptr) cudaFree(memory_);
@@ -125,9 +148,7 @@ class Cudnn : public CudnnAttention {
 
   absl::Status Init(cudaStream_t stream) {
     stream_ = stream;
-    absl::StatusOr<void*> library = OpenLibrary();
-    if (!library.ok()) return library.status();
-    fe::cudnn_dlhandle = *library;
+    if (absl::Status s = OpenLibrary(); !s.ok()) return s;
     if (fe::detail::create_handle(&handle_) != CUDNN_STATUS_SUCCESS ||
         fe::detail::set_stream(handle_, stream) != CUDNN_STATUS_SUCCESS) {
       return absl::FailedPreconditionError("cudnn: cannot create a handle");
@@ -140,6 +161,11 @@ class Cudnn : public CudnnAttention {
       plans_.push_back(*std::move(plan));
       if (seqs >= std::min(limits_.max_seqs, kMaxSeqs)) break;
     }
+    if (workspace > kMaxWorkspaceBytes) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("cudnn: ", workspace, " bytes of workspace, wanted at most ",
+                       kMaxWorkspaceBytes));
+    }
     max_seqs_ = int32_t{1} << (plans_.size() - 1);
     const size_t layout = AttentionLayoutBytes(max_seqs_);
     if (cudaMalloc(&memory_, layout + static_cast<size_t>(workspace)) != cudaSuccess) {
@@ -147,7 +173,7 @@ class Cudnn : public CudnnAttention {
       return absl::FailedPreconditionError("cudnn: no device memory for its workspace");
     }
     workspace_ = static_cast<char*>(memory_) + layout;
-    return absl::OkStatus();
+    return Try();
   }
 
   std::string version() const override {
@@ -158,7 +184,7 @@ class Cudnn : public CudnnAttention {
   bool Supports(const AttentionArgs& a) const override {
     const AttentionLimits& l = limits_;
     return a.cache.consecutive && a.cache.block_tokens == l.block_tokens &&
-           a.pack.num_seqs <= max_seqs_ && a.pack.num_tokens >= kMinTokens &&
+           a.pack.num_seqs <= max_seqs_ && a.pack.num_tokens >= kCudnnLeastTokens &&
            a.pack.num_tokens <= l.max_tokens && a.q.stride == l.q_stride &&
            a.out.stride == l.out_stride && a.shape.num_q_heads == l.shape.num_q_heads &&
            a.shape.num_kv_heads == l.shape.num_kv_heads && a.shape.head_dim == l.shape.head_dim;
@@ -169,8 +195,9 @@ class Cudnn : public CudnnAttention {
     while ((int32_t{1} << index) < a.pack.num_seqs) ++index;
     const int32_t seqs = int32_t{1} << index;
     const AttentionLayout layout = AttentionLayoutIn(memory_, seqs);
-    if (LaunchAttentionLayout(a, layout, stream_) != cudaSuccess) {
-      return absl::InternalError("cudnn: layout kernel");
+    if (absl::Status s = FromCuda(LaunchAttentionLayout(a, layout, stream_), "attention layout");
+        !s.ok()) {
+      return s;
     }
     const int64_t half = int64_t{a.shape.num_kv_heads} * a.shape.head_dim;
     auto* keys = static_cast<uint16_t*>(a.cache.data);
@@ -189,13 +216,62 @@ class Cudnn : public CudnnAttention {
     } catch (const std::exception& e) {
       return absl::InternalError(absl::StrCat("cudnn: ", e.what()));
     }
-    if (LaunchAttentionGate(a, stream_) != cudaSuccess) {
-      return absl::InternalError("cudnn: gate kernel");
-    }
-    return absl::OkStatus();
+    return FromCuda(LaunchAttentionGate(a, stream_), "attention gate");
   }
 
  private:
+  // One short sequence of zeros with NaN behind what it may read: its output must be finite.
+  absl::Status Try() {
+    const AttentionShape& s = limits_.shape;
+    const int64_t rows = kCudnnKeyTile + 1, width = int64_t{2} * s.num_kv_heads * s.head_dim;
+    const int64_t read = int64_t{2} * kCudnnKeyTile;
+    if (rows > limits_.max_tokens || read + limits_.block_tokens > limits_.kv_tokens) {
+      return absl::OkStatus();  // no pack of such limits gets here with more
+    }
+    const size_t element = sizeof(uint16_t);
+    const size_t cache = static_cast<size_t>((read + limits_.block_tokens) * width) * element;
+    const size_t q = static_cast<size_t>(rows * limits_.q_stride) * element;
+    const size_t gate = static_cast<size_t>(rows * 2 * s.num_q_heads * s.head_dim) * element;
+    const size_t out = static_cast<size_t>(rows * limits_.out_stride) * element;
+    const size_t indices = 256;
+    DeviceBytes memory(cache + q + gate + out + indices);
+    char* base = memory.data;
+    if (base == nullptr) return absl::FailedPreconditionError("cudnn: no device memory to try it");
+    const struct {
+      int64_t first_position = 0;
+      int32_t cu_seqlens[2] = {0, kCudnnKeyTile + 1};
+      int32_t block = 0;
+    } pack;
+    char* at = base + cache + q + gate + out;
+    cudaError_t error = cudaMemsetAsync(base, 0, memory.bytes, stream_);
+    const size_t zeros = static_cast<size_t>(read * width) * element;
+    if (error == cudaSuccess) error = cudaMemsetAsync(base + zeros, 0xff, cache - zeros, stream_);
+    if (error == cudaSuccess) {
+      error = cudaMemcpyAsync(at, &pack, sizeof(pack), cudaMemcpyHostToDevice, stream_);
+    }
+    if (error != cudaSuccess) return FromCuda(error, "attention trial");
+    const auto* tables = reinterpret_cast<const int32_t*>(at + offsetof(decltype(pack), block));
+    AttentionArgs args;
+    args.pack = {1, rows,
+                 reinterpret_cast<const int32_t*>(at + offsetof(decltype(pack), cu_seqlens)),
+                 nullptr, reinterpret_cast<const int64_t*>(at)};
+    args.shape = s;
+    args.q = {base + cache, limits_.q_stride};
+    args.q_gate = {base + cache + q, int64_t{2} * s.num_q_heads * s.head_dim};
+    args.cache = {base, tables, 1, limits_.block_tokens, true};
+    args.out = {base + cache + q + gate, limits_.out_stride};
+    if (absl::Status status = Run(args); !status.ok()) return status;
+    std::vector<uint16_t> got(out / element);
+    error = cudaMemcpyAsync(got.data(), args.out.data, out, cudaMemcpyDeviceToHost, stream_);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(stream_);
+    if (error != cudaSuccess) return FromCuda(error, "attention trial");
+    const bool finite = std::all_of(got.begin(), got.end(),
+                                    [](uint16_t x) { return (x & 0x7f80) != 0x7f80; });
+    if (finite) return absl::OkStatus();
+    return absl::FailedPreconditionError(absl::StrCat(
+        "cudnn: reads keys and values more than ", kCudnnKeyTile, " past a sequence's end"));
+  }
+
   const AttentionLimits limits_;
   cudaStream_t stream_ = nullptr;
   cudnnHandle_t handle_ = nullptr;

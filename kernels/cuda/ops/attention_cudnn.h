@@ -17,12 +17,15 @@ namespace sparsegdn::cuda_ops {
 // Rows that cuDNN's kernel reads past the end of a sequence's keys and values: up to the next
 // multiple. It multiplies the values by zero, so they must be finite.
 inline constexpr int32_t kCudnnKeyTile = 128;
+// Packs of fewer tokens run on our own kernel.
+inline constexpr int64_t kCudnnLeastTokens = 128;
 
 class CudnnAttention {
  public:
   // Builds one plan for each power of two of sequences, the first in 1 to 2 s, further ones in
-  // 0.1 s. FAILED_PRECONDITION says why cuDNN cannot serve these limits: built without its frontend,
-  // library not found, shape not supported.
+  // 0.1 s, and tries one. FAILED_PRECONDITION says why cuDNN cannot serve these limits: built without
+  // its frontend, library not found, shape not supported, too much workspace, NaN read from beyond
+  // kCudnnKeyTile.
   static absl::StatusOr<std::unique_ptr<CudnnAttention>> Create(const AttentionLimits& limits,
                                                                 cudaStream_t stream);
   virtual ~CudnnAttention() = default;

@@ -1,10 +1,12 @@
-// What stands around cuDNN's attention: where the sequences of a pack lie, and the output's gate.
+// What stands around cuDNN's attention: where the sequences of a pack lie, finite cache rows behind
+// each, and the output's gate, which multiplies what cuDNN has rounded to BF16.
 #include "kernels/cuda/ops/ops_common.cuh"
 
 namespace sparsegdn::cuda_ops {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kPadBlocks = 16;  // of a sequence
 
 __global__ void LayoutKernel(AttentionArgs a, AttentionLayout layout) {
   const int s = static_cast<int>(threadIdx.x);
@@ -42,16 +44,21 @@ __global__ void __launch_bounds__(kThreads) GateKernel(AttentionArgs a) {
   Store<kN>(out, x);
 }
 
-// Zeroes the cache rows from a sequence's last position to the next multiple of `tile`.
+// Zeroes the cache rows from a sequence's last position to the next multiple of `tile`, 16 bytes a
+// thread: at most 127 rows of 2 num_kv_heads head_dim elements.
 __global__ void __launch_bounds__(kThreads) PadKernel(AttentionFrontArgs a, int tile) {
   const int s = static_cast<int>(blockIdx.x);
   const int64_t end =
       a.pack.first_positions[s] + a.pack.cu_seqlens[s + 1] - a.pack.cu_seqlens[s];
   const int64_t width = int64_t{2} * a.shape.num_kv_heads * a.shape.head_dim;
-  const int64_t elements = (tile - end % tile) % tile * width;
-  if (elements == 0) return;
-  bf16* rows = CacheRow(a.cache, a.cache.block_tables + s * a.cache.max_blocks, width, end);
-  for (int64_t i = threadIdx.x; i < elements; i += kThreads) rows[i] = __float2bfloat16_rn(0.0f);
+  const int64_t vectors = (tile - end % tile) % tile * width / kVector;
+  if (vectors == 0) return;
+  auto* rows = reinterpret_cast<uint4*>(
+      CacheRow(a.cache, a.cache.block_tables + s * a.cache.max_blocks, width, end));
+  const int64_t first = int64_t{blockIdx.y} * kThreads + threadIdx.x;
+  for (int64_t i = first; i < vectors; i += int64_t{kPadBlocks} * kThreads) {
+    rows[i] = make_uint4(0, 0, 0, 0);
+  }
 }
 
 }  // namespace
@@ -92,7 +99,9 @@ cudaError_t LaunchAttentionGate(const AttentionArgs& a, cudaStream_t stream) {
 
 cudaError_t LaunchCachePad(const AttentionFrontArgs& a, int32_t tile, cudaStream_t stream) {
   if (a.pack.num_seqs == 0) return cudaSuccess;
-  PadKernel<<<static_cast<unsigned>(a.pack.num_seqs), kThreads, 0, stream>>>(a, tile);
+  if (a.shape.head_dim % kVector != 0) return cudaErrorInvalidValue;
+  const dim3 grid(static_cast<unsigned>(a.pack.num_seqs), kPadBlocks);
+  PadKernel<<<grid, kThreads, 0, stream>>>(a, tile);
   return cudaGetLastError();
 }
 

@@ -110,6 +110,11 @@ absl::Status CudaOps::TuneGemm(int64_t rows, ConstRows x, const CudaMatrix& weig
   return impl_->gemm->Tune({rows, x, weight, residual, y, false}, impl_->stream);
 }
 
+int64_t CudaOps::TunedRows(int64_t rows, const CudaMatrix& weight, bool residual) const {
+  const ConstRows some{weight.data, weight.out};
+  return impl_->gemm->TunedRows({rows, {}, weight, residual ? some : ConstRows{}, {}, false});
+}
+
 absl::Status CudaOps::GemmLogits(int64_t rows, ConstRows x, const CudaMatrix& weight, float* y) {
   if (absl::Status s = CheckGemm(x, weight, {}, 0); !s.ok()) return s;
   return impl_->gemm->Run({rows, x, weight, {}, {y, weight.out}, true}, impl_->stream);
@@ -142,7 +147,8 @@ absl::Status CudaOps::RopeTable(const RopeTableArgs& args) {
 
 absl::Status CudaOps::AttentionFront(const AttentionFrontArgs& args) {
   if (absl::Status s = CheckShape(args.shape); !s.ok()) return s;
-  if (impl_->cudnn != nullptr && args.cache.consecutive) {
+  if (impl_->cudnn != nullptr && args.cache.consecutive &&
+      args.pack.num_tokens >= cuda_ops::kCudnnLeastTokens) {
     const cudaError_t padded =
         cuda_ops::LaunchCachePad(args, cuda_ops::kCudnnKeyTile, impl_->stream);
     if (padded != cudaSuccess) return FromCuda(padded, "attention cache");
@@ -155,6 +161,9 @@ absl::Status CudaOps::KvLoad(const KvLoadArgs& args) {
 }
 
 std::string CudaOps::PrepareAttention(const AttentionLimits& limits) {
+  if (absl::Status s = FromCuda(cudaSetDevice(impl_->device), "set device"); !s.ok()) {
+    return absl::StrCat("own kernel (", s.message(), ")");
+  }
   auto cudnn = cuda_ops::CudnnAttention::Create(limits, impl_->stream);
   if (!cudnn.ok()) return absl::StrCat("own kernel (", cudnn.status().message(), ")");
   impl_->cudnn = *std::move(cudnn);
@@ -164,8 +173,12 @@ std::string CudaOps::PrepareAttention(const AttentionLimits& limits) {
 absl::Status CudaOps::Attention(const AttentionArgs& args) {
   if (absl::Status s = CheckShape(args.shape); !s.ok()) return s;
   switch (impl_->PathOf(args)) {
-    case AttentionPath::kCudnn:
-      return impl_->cudnn->Run(args);
+    case AttentionPath::kCudnn: {
+      absl::Status s = impl_->cudnn->Run(args);
+      if (s.ok() || cudaStreamSynchronize(impl_->stream) != cudaSuccess) return s;
+      impl_->cudnn.reset();  // the device is well: from here on by our own kernel
+      return Attention(args);
+    }
     case AttentionPath::kWgmma:
       return FromCuda(cuda_ops::LaunchAttentionWgmma(args, impl_->stream), "attention");
     case AttentionPath::kPortable:

@@ -170,7 +170,7 @@ struct LtGemm::Impl {
     return s;
   }
 
-  // At least one, best first.
+  // Usable ones, best first; at least one.
   absl::StatusOr<std::vector<cublasLtMatmulHeuristicResult_t>> Candidates(const Product& p,
                                                                           const Plan& plan,
                                                                           int most) {
@@ -180,30 +180,35 @@ struct LtGemm::Impl {
                                          preference, most, results.data(), &found),
                             "heuristic");
     if (!s.ok()) return s;
-    if (found == 0) {
+    results.resize(static_cast<size_t>(found));
+    std::erase_if(results, [](const auto& r) { return r.state != CUBLAS_STATUS_SUCCESS; });
+    if (results.empty()) {
       return absl::InternalError(absl::StrCat("cublasLt: no algorithm for [", p.rows, ", ",
                                               p.weight.in, "] x [", p.weight.out, ", ", p.weight.in,
                                               "]^T"));
     }
-    results.resize(static_cast<size_t>(found));
     return results;
   }
 
-  // The algorithm of the greatest tuned number of rows that is not far above p.rows, where it is
-  // valid; else the heuristic's first.
+  // What was chosen for the greatest tuned number of rows that is not far above p.rows, or null.
+  const std::pair<const int64_t, cublasLtMatmulAlgo_t>* TunedFor(const Product& p) const {
+    const auto matrix = tuned.find(KeyOf(p));
+    if (matrix == tuned.end()) return nullptr;
+    const auto above = matrix->second.upper_bound(p.rows + p.rows / 3);
+    return above == matrix->second.begin() ? nullptr : &*std::prev(above);
+  }
+
+  // The tuned algorithm where there is one and it is valid; else the heuristic's first.
   absl::Status MakePlan(const Product& p, Plan& plan) {
     absl::Status s = MakeLayouts(p, plan);
     if (!s.ok()) return s;
-    if (const auto matrix = tuned.find(KeyOf(p)); matrix != tuned.end()) {
-      auto at = matrix->second.upper_bound(p.rows + p.rows / 3);
-      if (at != matrix->second.begin()) {
-        plan.algorithm = std::prev(at)->second;
-        cublasLtMatmulHeuristicResult_t result{};
-        if (lt.check(handle, description, plan.w, plan.x, plan.c, plan.y, &plan.algorithm,
-                     &result) == CUBLAS_STATUS_SUCCESS &&
-            result.workspaceSize <= workspace_bytes) {
-          return absl::OkStatus();
-        }
+    if (const auto* chosen = TunedFor(p); chosen != nullptr) {
+      plan.algorithm = chosen->second;
+      cublasLtMatmulHeuristicResult_t result{};
+      if (lt.check(handle, description, plan.w, plan.x, plan.c, plan.y, &plan.algorithm,
+                   &result) == CUBLAS_STATUS_SUCCESS &&
+          result.workspaceSize <= workspace_bytes) {
+        return absl::OkStatus();
       }
     }
     auto candidates = Candidates(p, plan, 1);
@@ -224,13 +229,14 @@ struct LtGemm::Impl {
 
   // Milliseconds of kTimedRuns products.
   absl::StatusOr<float> Time(const Product& p, const Plan& plan, cudaStream_t stream) {
+    cudaError_t recorded = cudaSuccess;
     for (int run = 0; run <= kTimedRuns; ++run) {
-      if (run == 1) cudaEventRecord(begin, stream);  // the first warms up
+      if (run == 1) recorded = cudaEventRecord(begin, stream);  // the first warms up
       if (absl::Status s = Multiply(p, plan, stream); !s.ok()) return s;
     }
-    cudaEventRecord(end, stream);
     float ms = 0.0f;
-    if (cudaEventSynchronize(end) != cudaSuccess ||
+    if (recorded != cudaSuccess || cudaEventRecord(end, stream) != cudaSuccess ||
+        cudaEventSynchronize(end) != cudaSuccess ||
         cudaEventElapsedTime(&ms, begin, end) != cudaSuccess) {
       return absl::InternalError("cublasLt: a product failed while it was timed");
     }
@@ -279,20 +285,27 @@ absl::Status LtGemm::Tune(const Product& p, cudaStream_t stream) {
   if (s.ok()) {
     auto candidates = impl.Candidates(p, plan, kCandidates);
     s = candidates.status();
-    float least = 0.0f;
+    float least = 0.0f;  // 0: none yet
     for (size_t i = 0; s.ok() && i < candidates->size(); ++i) {
       plan.algorithm = (*candidates)[i].algo;
-      auto ms = impl.Time(p, plan, stream);
-      s = ms.status();
-      if (!s.ok()) break;
-      if (i > 0 && *ms >= least) continue;
+      const auto ms = impl.Time(p, plan, stream);
+      if (!ms.ok()) {  // refused by the library, or the device is lost
+        if (cudaStreamSynchronize(stream) != cudaSuccess) s = ms.status();
+        continue;
+      }
+      if (least > 0.0f && *ms >= least) continue;
       least = i == 0 ? *ms * kClearlyFaster : *ms;
-      impl.tuned[Impl::KeyOf(p)][p.rows] = plan.algorithm;
+      impl.tuned[Impl::KeyOf(p)].insert_or_assign(p.rows, plan.algorithm);
     }
   }
   impl.Destroy(plan);
   impl.Clear();  // plans made before do not know of it
   return s;
+}
+
+int64_t LtGemm::TunedRows(const Product& p) const {
+  const auto* chosen = impl_->TunedFor(p);
+  return chosen == nullptr ? 0 : chosen->first;
 }
 
 }  // namespace sparsegdn::cuda_ops

@@ -36,6 +36,8 @@ class LtGemm {
   // clearly faster than the first, for later products of this matrix shape with about as many rows.
   // y may be residual, and holds nothing of use afterwards. Waits for the stream.
   absl::Status Tune(const Product& product, cudaStream_t stream);
+  // The rows of the Tune whose choice a product like this gets; 0: the heuristic's.
+  int64_t TunedRows(const Product& product) const;
 
  private:
   struct Impl;

@@ -29,7 +29,7 @@ bool AttentionWgmmaSupports(const AttentionArgs& args);
 cudaError_t LaunchAttentionWgmma(const AttentionArgs& args, cudaStream_t stream);
 
 // Around cuDNN's attention. Where the sequences of a pack lie, for `seqs` sequences of which those
-// beyond the pack's are empty; offsets in elements.
+// beyond the pack's are empty; offsets in elements. At most 1023 sequences.
 struct AttentionLayout {
   int32_t seqs = 0;
   int64_t* q_offset = nullptr;  // [seqs + 1]
@@ -45,7 +45,7 @@ cudaError_t LaunchAttentionLayout(const AttentionArgs& args, const AttentionLayo
 // out *= sigmoid(gate).
 cudaError_t LaunchAttentionGate(const AttentionArgs& args, cudaStream_t stream);
 // Zeroes the cache from each sequence's end to the next multiple of `tile`, which must divide
-// block_tokens.
+// block_tokens; head_dim a multiple of 8.
 cudaError_t LaunchCachePad(const AttentionFrontArgs& args, int32_t tile, cudaStream_t stream);
 
 }  // namespace sparsegdn::cuda_ops

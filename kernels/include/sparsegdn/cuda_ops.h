@@ -53,6 +53,8 @@ class CudaOps {
   // y may be residual, and holds nothing of use afterwards. Waits for the stream.
   absl::Status TuneGemm(int64_t rows, ConstRows x, const CudaMatrix& weight, ConstRows residual,
                         Rows y);
+  // The rows of the TuneGemm whose choice such a product gets; 0: none.
+  int64_t TunedRows(int64_t rows, const CudaMatrix& weight, bool residual) const;
   // As Gemm without residual, FP32 out: y [rows, out] contiguous.
   absl::Status GemmLogits(int64_t rows, ConstRows x, const CudaMatrix& weight, float* y);
   // y[i] = row index[i] of x; the rows of an embedding too.
@@ -65,8 +67,10 @@ class CudaOps {
   absl::Status AttentionFront(const AttentionFrontArgs& args);
   absl::Status KvLoad(const KvLoadArgs& args);
   // Lets Attention use cuDNN for packs within these limits whose cache blocks are consecutive: it
-  // is loaded, plans are built (about 2 s) and the device memory they need is taken. Returns what
-  // will run: "cudnn 9.14.0", or "own kernel" and why. Everything works without this call.
+  // is loaded, plans are built and tried (about 2 s) and the device memory they need is taken. Returns what
+  // will run: "cudnn 9.14.0", or "own kernel" and why. Everything works without this call. After it,
+  // rows must be appended to a cache by AttentionFront with the same `consecutive` with which they
+  // are attended to: the append also zeroes what cuDNN reads past a sequence's end.
   std::string PrepareAttention(const AttentionLimits& limits);
   // cuDNN where prepared; else wgmma on sm_90 for head_dim 128 and 256; else a kernel without
   // matrix units.

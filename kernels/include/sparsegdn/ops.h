@@ -99,7 +99,8 @@ struct KvCacheRef {
   int64_t max_blocks = 0;
   int32_t block_tokens = 0;
   // Whether each sequence's blocks follow one another, so that its first entry tells where all its
-  // positions lie. Only speed depends on it.
+  // positions lie. The same for every call on a sequence. A backend may compute such sequences by
+  // another kernel, equal within its rounding.
   bool consecutive = false;
 };
 inline constexpr int32_t kMaxQueryGroup = 64;

@@ -43,7 +43,10 @@ class CudaRunnerTest : public ::testing::Test {
   static std::unique_ptr<Qwen35Runner> Load(const std::string& model) {
     auto ops = CreateCudaOpTable(0);
     EXPECT_TRUE(ops.ok()) << ops.status();
-    return ops.ok() ? LoadRunnerOn(*std::move(ops), ModelDir(model), SmallLimits()) : nullptr;
+    if (!ops.ok()) return nullptr;
+    auto runner = LoadRunnerOn(*std::move(ops), ModelDir(model), SmallLimits());
+    if (runner != nullptr) std::printf("attention: %s\n", runner->info().attention.c_str());
+    return runner;
   }
 };
 

@@ -80,6 +80,7 @@ void CudaAttentionTest::MakeCaches(int64_t tokens, size_t sequences) {
 void CudaAttentionTest::SetUp() {
   CudaTest::SetUp();
   if (IsSkipped() || !GetParam().consecutive) return;
+  if (!IsHopper()) GTEST_SKIP() << "cuDNN is expected on sm_90 alone";
   const AttentionShape& s = GetParam().shape;
   const int64_t stride = int64_t{s.num_q_heads} * s.head_dim + 8;
   const std::string got = ops_->PrepareAttention({s, 2048, 12, int64_t{1} << 15,
@@ -148,6 +149,42 @@ void CudaAttentionTest::RunBoth(const std::vector<int64_t>& first,
     ASSERT_NEAR(got_keys[i], keys[i], 1e-2 + 0x1p-7 * std::abs(keys[i]));
   EXPECT_EQ(Widened(v_out.Read()), values);
   ExpectRowsClose(out.Read(), wanted, kTolerance);
+
+  // As the last layer is finished: rows of later sequences alone, without the first of them and the
+  // last, whose keys are there all the same.
+  if (first.size() < 2) return;
+  const int32_t skip = count[1] > 2 ? 1 : 0, cut = count.back() > 2 ? 1 : 0;
+  const int64_t begin = pack.cu_seqlens[1] + skip, end = rows - cut;
+  Pack stretch;
+  for (size_t i = 1; i < first.size(); ++i) {
+    const int32_t front = i == 1 ? skip : 0, back = i + 1 == first.size() ? cut : 0;
+    stretch.Add(count[i] - front - back, static_cast<int32_t>(i), first[i] + front);
+  }
+  const DevicePack device_stretch(stretch);
+  const auto row = [begin](const DeviceRows& x) { return x.column(0) + begin * x.stride(); };
+  const DeviceRows part(rows, q, 8);
+  KvCacheRef later = ref;
+  later.block_tables += ref.max_blocks;
+  ops_->set_portable(kernel == "portable");
+  const absl::Status finished = ops_->Attention({device_stretch.args,
+                                                 s,
+                                                 {row(q_out), q_out.stride()},
+                                                 {row(in), in.stride()},
+                                                 later,
+                                                 {row(part), part.stride()}});
+  ops_->set_portable(false);
+  Expect(finished);
+  const Matrix read = part.Read();
+  Matrix got_part(end - begin, q), wanted_part(end - begin, q);
+  for (int64_t r = begin; r < end; ++r) {
+    std::copy_n(wanted.row(r), q, wanted_part.row(r - begin));
+    for (int64_t c = 0; c < q; ++c) got_part.at(r - begin, c) = read.at(r, c);
+  }
+  ExpectRowsClose(got_part, wanted_part, kTolerance);
+  for (const int64_t outside : {begin - 1, end}) {
+    if (outside == rows) continue;
+    EXPECT_TRUE(std::isnan(read.at(outside, 0))) << outside;
+  }
 }
 
 TEST_P(CudaAttentionTest, PacksAndPrefixesMatchTheCpu) {
@@ -162,6 +199,36 @@ TEST_P(CudaAttentionTest, ManySequencesMatchTheCpu) {
   MakeCaches(400, 9);
   RunBoth({0, 0, 0, 0, 0, 0, 0, 0, 0}, {127, 128, 129, 1, 2, 255, 256, 257, 64});
   RunBoth({127, 128, 129, 1, 2, 255, 256, 257, 64}, {1, 128, 127, 126, 140, 1, 128, 143, 64});
+}
+
+TEST_P(CudaAttentionTest, WhatCudnnCannotServeRunsElsewhere) {
+  if (!GetParam().consecutive) GTEST_SKIP() << "not a layout of cuDNN's";
+  const AttentionShape& s = GetParam().shape;
+  const int64_t stride = int64_t{s.num_q_heads} * s.head_dim + 8;
+  AttentionArgs args;
+  args.shape = s;
+  args.pack.num_seqs = 12;
+  args.pack.num_tokens = 2048;
+  args.q = {cache_.get(), stride};
+  args.out = {nullptr, stride};
+  args.cache = {nullptr, nullptr, 1, GetParam().block_tokens, true};
+  EXPECT_STREQ(ops_->AttentionKernel(args), "cudnn");
+  const auto expect_other = [&](const char* what, AttentionArgs changed) {
+    EXPECT_STRNE(ops_->AttentionKernel(changed), "cudnn") << what;
+  };
+  AttentionArgs other = args;
+  other.pack.num_tokens = 127;
+  expect_other("few tokens", other);
+  (other = args).pack.num_tokens = 2049;
+  expect_other("more tokens than prepared", other);
+  (other = args).pack.num_seqs = 17;
+  expect_other("more sequences than prepared", other);
+  (other = args).cache.consecutive = false;
+  expect_other("scattered blocks", other);
+  (other = args).q.stride += 8;
+  expect_other("another stride", other);
+  (other = args).cache.block_tokens *= 2;
+  expect_other("other blocks", other);
 }
 
 TEST_P(CudaAttentionTest, LoadedRowsAreTheCache) {

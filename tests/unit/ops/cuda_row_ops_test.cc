@@ -159,6 +159,12 @@ TEST_F(CudaRowOpsTest, GemmWithResidualAndFp32Logits) {
     if (c.tuned) {
       Expect(ops_->TuneGemm(1024, x_in, matrix, {}, y));
       Expect(ops_->TuneGemm(1024, x_in, matrix, y, y));
+      for (const bool with_residual : {false, true}) {
+        EXPECT_EQ(ops_->TunedRows(c.rows, matrix, with_residual), 1024);
+        EXPECT_EQ(ops_->TunedRows(767, matrix, with_residual), 0);
+        EXPECT_EQ(ops_->TunedRows(768, matrix, with_residual), 1024);
+      }
+      EXPECT_EQ(ops_->TunedRows(c.rows, {matrix.data, c.out, c.in + 8}, false), 0);
     }
     Expect(ops_->Gemm(c.rows, x_in, matrix, {}, y));
     ExpectClose(y.Read(), plain, kRelative, absolute);
