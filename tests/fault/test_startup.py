@@ -97,7 +97,7 @@ class WrongModel(unittest.TestCase):
 
     def test_memory_cannot_be_reserved(self):
         limit = 2 << 30
-        rows = [(50_000_000, "attention cache"), (60_000_000_000, "memory"),
+        rows = [(50_000_000, "attention cache"), (60_000_000_000, "61440000000000 bytes for attention cache"),
                 (1_000_000_000_000, "kv_tokens")]
         for tokens, word in rows:
             with self.subTest(tokens):
